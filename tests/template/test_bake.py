@@ -13,9 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SLUG = "{{cookiecutter.project_slug}}"
-TEMPLATE_ONLY = {
-    SLUG, "hooks", "cookiecutter.json", "docs", "README.md", "pyproject.toml", ".ci",
-}  # fmt: skip
+TEMPLATE_ONLY = {SLUG, "hooks", "cookiecutter.json", "docs"}
 
 
 @pytest.fixture(scope="module")
