@@ -1,0 +1,140 @@
+"""Names of everything in a run, and addresses of runs. Text only: nothing here touches storage."""
+
+import re
+import secrets
+from pathlib import Path
+from urllib.parse import unquote
+
+from ckpt.errors import StorageError
+
+RUN_FILE = "run.json"
+LAUNCHES = "launches"
+PINS = "pins"
+LOGS = "logs"
+MANIFEST = "manifest.json"
+DOOMED = "doomed.json"
+
+_SAFE = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_ATTEMPT = re.compile(r"step-([0-9]{9,15})-([0-9]{5,9})-([0-9a-f]{4,32})")
+_LAUNCH = re.compile(r"([0-9]{5,9})\.json")
+_SHARD = re.compile(r"rank-([0-9]{5,7})\.safetensors")
+_PART = re.compile(r"rank-([0-9]{5,7})\.json")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,})")
+
+
+def is_safe(name: str) -> bool:
+    """Whether `name` is one plain path part made of `[A-Za-z0-9._-]`, and neither hidden nor `..`."""
+    return _SAFE.fullmatch(name) is not None and not name.startswith(".")
+
+
+def attempt_name(step: int, launch: int) -> str:
+    """A new, never reused folder name for one attempt at the checkpoint of `step`."""
+    return f"step-{step:09d}-{launch:05d}-{secrets.token_hex(4)}"
+
+
+def parse_attempt(name: str) -> tuple[int, int] | None:
+    """`(step, launch)` of an attempt's folder name, or None if `name` isn't one."""
+    found = _ATTEMPT.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def shard_name(rank: int) -> str:
+    """File name of a rank's tensors inside an attempt's folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def part_name(rank: int) -> str:
+    """File name of a rank's part of the manifest inside an attempt's folder."""
+    return f"rank-{rank:05d}.json"
+
+
+def shard_rank(name: str) -> int | None:
+    """The rank whose tensors a file name says it holds, or None."""
+    found = _SHARD.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def part_rank(name: str) -> int | None:
+    """The rank whose part of the manifest a file name says it holds, or None."""
+    found = _PART.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def launch_file(number: int, kind: str = "json") -> str:
+    """Key of a launch's file: `kind` is `json`, `parent.json`, `end.json` or `beat`."""
+    return f"{LAUNCHES}/{number:05d}.{kind}"
+
+
+def parse_launch(name: str) -> int | None:
+    """Number of the launch that a file `launches/NAME` opens, or None if it opens none."""
+    found = _LAUNCH.fullmatch(name)
+    return int(found[1]) if found and int(found[1]) > 0 else None
+
+
+def join(uri: str, name: str) -> str:
+    """Address of `name` inside the folder `uri`."""
+    return f"{uri.rstrip('/')}/{name}"
+
+
+def split_checkpoint(uri: str) -> tuple[str, str] | None:
+    """`(run address, attempt)` if a canonical `uri` names an attempt's folder, else None."""
+    head, _, tail = uri.rstrip("/").rpartition("/")
+    return (head or "/", tail) if parse_attempt(tail) else None
+
+
+def folder_of(uri: str | Path) -> Path:
+    """The absolute folder that an address means.
+
+    Takes `/p`, `p`, `~/p` and `file:///p` (percent-encoded as usual in URIs); a plain path is taken as it
+    stands, with whatever characters it holds. Raises StorageError for what looks like a mistyped or unknown
+    address.
+    """
+    text = str(uri)
+    if not text.strip():
+        raise StorageError("the address of the run is empty: give a folder such as runs/my-run")
+    if "\0" in text:
+        raise StorageError(f"the address {text!r} holds a NUL character, which no path can")
+    scheme = _SCHEME.match(text) if isinstance(uri, str) else None
+    if scheme:
+        return _from_uri(text, scheme[1].lower(), scheme[2])
+    if isinstance(uri, str) and re.match(r"file:", text, re.IGNORECASE):
+        raise StorageError(f"{text!r}: a file address has three slashes, as in file:///data/runs/my-run")
+    path = Path(text)
+    if text.startswith("~"):
+        try:
+            path = path.expanduser()
+        except RuntimeError as error:
+            raise StorageError(
+                f"{text!r}: there is no such user here; if the folder's name really starts with '~', "
+                f"write ./{text}"
+            ) from error
+    return _absolute(path)
+
+
+def _from_uri(text: str, scheme: str, slashes: str) -> Path:
+    if scheme != "file":
+        raise StorageError(
+            f"{text!r}: storage of the kind '{scheme}:' is not supported; give a folder "
+            f"(/p, p, ~/p or file:///p). If this is a folder whose name holds a colon, write ./{text}"
+        )
+    rest = text[len("file:") :]
+    if rest.lower().startswith("//localhost/"):
+        rest = rest[len("//localhost") :]
+    elif slashes == "///":
+        rest = rest[len("//") :]
+    else:
+        raise StorageError(f"{text!r}: a file address has three slashes, as in file:///data/runs/my-run")
+    decoded = unquote(rest)
+    if "\0" in decoded:
+        raise StorageError(f"the address {text!r} holds a NUL character, which no path can")
+    return _absolute(Path(decoded))
+
+
+def _absolute(path: Path) -> Path:
+    # Not resolve(): a run keeps the address it was given, also where its root is a symbolic link.
+    parts: list[str] = []
+    for part in path.absolute().parts:
+        if part == "..":
+            return path.resolve()
+        parts.append(part)
+    return Path(*parts)
