@@ -1,0 +1,1 @@
+"""The writer process: takes a staged shard out of the trainer's hands and makes it durable, whoever dies."""

@@ -1,0 +1,184 @@
+"""Making one staged shard durable: blocks are hashed and written as they are staged, then sealed by a part.
+
+Order matters and is the whole point: shard bytes, fsync of the file, fsync of its folder, a look at its size,
+and only when the trainer has sealed the attempt the part that says all this.
+"""
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt import digest, manifest, names, values
+from ckpt.arena import pages
+from ckpt.direct_io import ShardFile, free_bytes, remove_if_empty
+from ckpt.errors import CheckpointError
+from ckpt.sealed import signing_key
+from ckpt.store import Store
+from ckpt.writer.options import WriterOptions
+from ckpt.writer.priority import lower_this_thread
+from ckpt.writer.retry import errno_of, retrying
+from ckpt.writer.save import Save
+from ckpt.writer.throttle import Throttle
+
+CHUNK = digest.CHUNK
+
+
+class Persister:
+    """Persists the attempts of one rank; `say` gets lines worth showing."""
+
+    def __init__(self, store: Store, rank: int, options: WriterOptions, say: Callable[[str], None]) -> None:
+        self.store = store
+        self.rank = rank
+        self.options = options
+        self.say = say
+        self.block = _block_size(options)
+        self.throttle = Throttle(options.bandwidth_limit, burst=self.block)
+
+    def persist(self, save: Save) -> None:
+        """Write the shard and, once sealed, the part. Raises VoidError, OSError or StorageError."""
+        entry = retrying(lambda: self._write_shard(save), self.options.retry_s, save.pause)
+        part = dict(save.wait_sealed())
+        part["file"] = entry
+        part.setdefault("tensors", save.tensors)
+        lead = values.decode(part.get("lead"))
+        if lead is not None:
+            costs = {"persist_s": time.monotonic() - save.begun, **(lead.get("costs") or {})}
+            part["lead"] = {**lead, "costs": costs}
+        data = manifest.part_bytes(signing_key=signing_key(), **part)
+        retrying(lambda: self._create_part(save, data), self.options.retry_s, save.pause)
+        save.durable = True
+
+    def discard(self, attempt: str) -> None:
+        """Remove this rank's files of an attempt that is no checkpoint; a committed one stays untouched."""
+        if self.store.size(f"{attempt}/{names.MANIFEST}") is not None:
+            return
+        # The part first: without it the shard can't be taken for whole by anybody.
+        self.store.delete(f"{attempt}/{names.part_name(self.rank)}")
+        self.store.delete(f"{attempt}/{names.shard_name(self.rank)}")
+        remove_if_empty(self.store.path(attempt))
+
+    def explain(self, save: Save, error: BaseException) -> str:
+        """What failed, with the numbers that help where the storage is full."""
+        text = f"{save.attempt}, rank {self.rank}: {error}"
+        if errno_of(error) in (errno.ENOSPC, errno.EDQUOT):
+            try:
+                free = f"{free_bytes(self.store.path(''))} are free"
+            except OSError as unknown:
+                free = f"how many are free is unknown: {unknown}"
+            text += f"; this rank's shard needs {save.size} bytes, {free} in {self.store.uri}"
+        return text
+
+    def _write_shard(self, save: Save) -> dict[str, Any]:
+        """Write the shard from its first byte into a new file, and return the part's `file` entry.
+
+        A transient error starts it over: the arena still holds every byte, and after a failed write or fsync
+        nothing is known about what an old file holds.
+        """
+        name = names.shard_name(self.rank)
+        self.store.make_dir(save.attempt)
+        key = f"{save.attempt}/{name}"
+        self.store.delete(key)
+        file = ShardFile(self.store.path(key), save.size, self.options.direct, self.say)
+        try:
+            chunks = _Crew(self, save, file).run()
+            file.finish()
+        finally:
+            file.close()
+        return {
+            "name": name,
+            "size": save.size,
+            "digest_kind": self.options.digest,
+            "digest": digest.file_digest(self.options.digest, chunks),
+            "chunks": chunks,
+        }
+
+    def _create_part(self, save: Save, data: bytes) -> None:
+        key = f"{save.attempt}/{names.part_name(self.rank)}"
+        if not self.store.create(key, data) and self.store.read(key) != data:
+            raise CheckpointError(f"{key} exists already in {self.store.uri} and is not this save's")
+
+
+class _Crew:
+    """The threads that hash and write the blocks of one file.
+
+    They start at low priority; when the attempt becomes urgent they retire at their next block, and fresh
+    threads at normal priority take over (a thread can't be raised again without a privilege).
+    """
+
+    def __init__(self, persister: Persister, save: Save, file: ShardFile) -> None:
+        self._persister = persister
+        self._save = save
+        self._file = file
+        self._count = -(-save.size // CHUNK)
+        self._next = 0
+        self._digests: list[str] = [""] * self._count
+        self._error: BaseException | None = None
+        self._alive = 0
+
+    def run(self) -> list[str]:
+        """Write all blocks; the hex digest of each chunk, in order. Raises the first error of any thread."""
+        changed = self._save.changed
+        with changed:
+            low = not self._save.urgent
+            threads = self._start(low)
+            while self._alive or (low and self._save.urgent):
+                if low and self._save.urgent:
+                    low = False
+                    threads += self._start(low)
+                changed.wait()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._digests
+
+    def _start(self, low: bool) -> list[threading.Thread]:
+        number = min(self._persister.options.threads, self._count)
+        threads = [threading.Thread(target=self._work, args=(low,), daemon=True) for _ in range(number)]
+        self._alive += number
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _work(self, low: bool) -> None:
+        try:
+            if low:
+                lower_this_thread()
+            while (index := self._take(low)) is not None:
+                self._write_chunk(index)
+        except BaseException as error:
+            with self._save.changed:
+                self._error = self._error or error
+        finally:
+            with self._save.changed:
+                self._alive -= 1
+                self._save.changed.notify_all()
+
+    def _take(self, low: bool) -> int | None:
+        with self._save.changed:
+            if self._error is not None or self._next == self._count or (low and self._save.urgent):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _write_chunk(self, index: int) -> None:
+        save, persister = self._save, self._persister
+        start = index * CHUNK
+        end = min(start + CHUNK, save.size)
+        save.wait_staged(end)
+        memory = save.arena.padded
+        self._digests[index] = digest.chunk_digest(persister.options.digest, memory[start:end])
+        for offset in range(start, pages(end), persister.block):
+            block = memory[offset : min(offset + persister.block, pages(end))]
+            save.pause(persister.throttle.reserve(len(block)))
+            self._file.write(block, offset)
+
+
+def _block_size(options: WriterOptions) -> int:
+    """Bytes per write: with a bandwidth cap small enough that the cap is smooth over a tenth of a second."""
+    if options.bandwidth_limit is None:
+        return options.block
+    mib = 1 << 20
+    return min(options.block, max(mib, int(options.bandwidth_limit / 10) // mib * mib))
