@@ -173,7 +173,7 @@ class TrainerProcess:
             **self.spec.env,
             OWNER: self._owner,
         }
-        with open(self._private / "agent.log", "wb") as log:
+        with (self._private / "agent.log").open("wb") as log:
             return subprocess.Popen(
                 command(self.spec, self._private),
                 env=environment(env),

@@ -1,0 +1,1 @@
+"""Datasets: an object with ``train``, ``val`` and ``identity()``; see ``training.data.protocol``."""
