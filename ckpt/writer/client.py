@@ -79,7 +79,7 @@ class WriterClient:
             # The process that was started forks the writer and ends; it is reaped here.
             process.wait(_START_S)
             client._ready.wait(_START_S)
-            if client._ready.is_set():
+            if client.pid and not client._gone.is_set():
                 return client
             client._reason = client._reason or f"it said nothing for {_START_S:g} s"
         except (OSError, subprocess.TimeoutExpired, StorageError) as error:

@@ -4,6 +4,7 @@ File descriptors travel beside the message that speaks of them. Sizes are bounde
 that is not a message of this protocol is a `ProtocolError` that says what was wrong.
 """
 
+import array
 import json
 import socket
 import struct
@@ -18,6 +19,7 @@ MAX_MESSAGE = 256 << 20
 _LENGTH = struct.Struct("!I")
 _READ = 1 << 20
 _MAX_FDS = 4
+_EXTRA = socket.CMSG_LEN(_MAX_FDS * array.array("i").itemsize)
 
 
 class ProtocolError(CheckpointError):
@@ -46,12 +48,15 @@ class Inbox:
     def receive(self, wait: bool = True) -> bool:
         """Read once; False at the socket's end. Without `wait`, BlockingIOError if nothing is there."""
         try:
-            data, fds, flags, _ = socket.recv_fds(
-                self._sock, _READ, _MAX_FDS, 0 if wait else socket.MSG_DONTWAIT
-            )
+            # Not socket.recv_fds: it takes flags, but drops them.
+            data, extra, flags, _ = self._sock.recvmsg(_READ, _EXTRA, 0 if wait else socket.MSG_DONTWAIT)
         except ConnectionError:
             return False
-        self._fds.extend(fds)
+        for level, kind, raw in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array.array("i")
+                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+                self._fds.extend(fds)
         if flags & socket.MSG_CTRUNC:
             raise ProtocolError(
                 f"more than {_MAX_FDS} file descriptors came with one message, or this process is out of them"

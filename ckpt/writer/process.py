@@ -10,18 +10,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.arena import Arena
 from ckpt.store import open_store
 from ckpt.writer.lane import Lane
-from ckpt.writer.lead import Lead
 from ckpt.writer.messages import PROTOCOL, Inbox, ProtocolError, pack
 from ckpt.writer.options import WriterOptions
 from ckpt.writer.persist import Persister
 from ckpt.writer.retry import errno_of
 from ckpt.writer.save import Save, VoidError
 from ckpt.writer.words import LastWords
+
+if TYPE_CHECKING:
+    from ckpt.writer.lead import Lead
 
 _LAST_GRACE_S = 10.0
 
@@ -40,7 +42,12 @@ class Writer:
         self._words = LastWords(store, launch, rank)
         self._persister = Persister(store, rank, self._options, self._say)
         self._persisting = Lane("persist")
-        self._lead = Lead(store, launch, self._options, self.tell, self._say) if rank == 0 else None
+        self._lead: Lead | None = None
+        if rank == 0:
+            # Imported here: only the leading writer should pay for commit, launches and retention.
+            from ckpt.writer import lead
+
+            self._lead = lead.Lead(store, launch, self._options, self.tell, self._say)
         self._arenas: dict[int, Arena] = {}
         self._layouts: dict[int, dict[str, Any]] = {}
         self._saves: dict[int, Save] = {}
@@ -175,7 +182,7 @@ class Writer:
     def _step(self, step: int) -> None:
         self._leader().heart.tell(step=step)
 
-    def _leader(self) -> Lead:
+    def _leader(self) -> "Lead":
         if self._lead is None:
             raise ProtocolError("only rank 0's writer does this")
         return self._lead
