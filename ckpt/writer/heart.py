@@ -16,19 +16,21 @@ class Heart:
         self._beat_s = beat_s
         self._say = say
         self._counter = 0
-        self._step = 0
-        self._phase = "training"
+        self._step: int | None = None
+        self._phase = liveness.TRAINING
         self._wake = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
 
-    def tell(self, step: int | None = None, phase: str | None = None) -> None:
-        """What the next beats say; a change of phase beats at once."""
-        self._step = self._step if step is None else step
-        if phase is not None and phase != self._phase:
-            self._phase = phase
-            self._wake.set()
+    def at_step(self, step: int) -> None:
+        """What the next beats say of training's step."""
+        self._step = step
+
+    def drain(self) -> None:
+        """The trainer is gone: say so at once, and in all further beats."""
+        self._phase = liveness.DRAINING
+        self._wake.set()
 
     def stop(self, timeout: float) -> None:
         """Stop beating; a beat that hangs in the storage is waited for no longer than `timeout` seconds."""
@@ -42,9 +44,7 @@ class Heart:
             self._wake.clear()
             self._counter += 1
             try:
-                liveness.beat(
-                    self._store, self._launch, counter=self._counter, step=self._step, phase=self._phase
-                )
+                liveness.beat(self._store, self._launch, self._counter, step=self._step, phase=self._phase)
                 failing = False
             except Exception as error:
                 if not failing:

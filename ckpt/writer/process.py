@@ -43,11 +43,6 @@ class Writer:
         self._persister = Persister(store, rank, self._options, self._say)
         self._persisting = Lane("persist")
         self._lead: Lead | None = None
-        if rank == 0:
-            # Imported here: only the leading writer should pay for commit, launches and retention.
-            from ckpt.writer import lead
-
-            self._lead = lead.Lead(store, launch, self._options, self.tell, self._say)
         self._arenas: dict[int, Arena] = {}
         self._layouts: dict[int, dict[str, Any]] = {}
         self._saves: dict[int, Save] = {}
@@ -55,6 +50,11 @@ class Writer:
         self._deadline: float | None = None
         self.finished = os.eventfd(0, os.EFD_CLOEXEC)
         self.tell("ready", pid=os.getpid())
+        if rank == 0:
+            # Imported here, behind the answer: the trainer need not wait for what is only needed later.
+            from ckpt.writer import lead
+
+            self._lead = lead.Lead(store, launch, self._options, self.tell, self._say)
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send one event to the trainer; after its death, write it down beside the logs."""
@@ -91,6 +91,8 @@ class Writer:
         """The trainer is gone: finish what is sealed, remove the rest, within `posthumous_s`."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._options.posthumous_s
+            if self._lead is not None:
+                self._lead.heart.drain()
             self._end()
 
     def overdue(self) -> bool:
@@ -180,7 +182,7 @@ class Writer:
             self._leader().prune(attempts)
 
     def _step(self, step: int) -> None:
-        self._leader().heart.tell(step=step)
+        self._leader().heart.at_step(step)
 
     def _leader(self) -> "Lead":
         if self._lead is None:
@@ -192,8 +194,6 @@ class Writer:
             save.hurry()
 
     def _end(self) -> None:
-        if self._lead is not None:
-            self._lead.heart.tell(phase="draining")
         self._hurry()
         for save in self._saves.values():
             save.stop_unless_sealed("its trainer went before the state was whole")
