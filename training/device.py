@@ -22,8 +22,8 @@ def choose(trainer: Mapping[str, Any], group: Group) -> torch.device:
         raise ValueError(f"trainer.device={wanted!r} is unknown: choose auto, cpu or cuda")
     if group.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"trainer.device=cuda needs {group.local_world_size} CUDA device(s) on this machine, and torch finds "
-            f"{torch.cuda.device_count()}: set trainer.device=cpu or a smaller launcher.nproc"
+            f"trainer.device=cuda needs {group.local_world_size} CUDA device(s) on this machine, and torch "
+            f"finds {torch.cuda.device_count()}: set trainer.device=cpu or a smaller launcher.nproc"
         )
     device = torch.device("cuda", group.local_rank)
     torch.cuda.set_device(device)

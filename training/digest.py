@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """The xxh3-128 (hex) of all tensors' bytes in the order of their names; names, dtypes and shapes count."""
+    """The xxh3-128 (hex) of all tensors' bytes in order of their names; names, dtypes, shapes count."""
     total = xxhash.xxh3_128()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

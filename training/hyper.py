@@ -41,7 +41,7 @@ def apply_changes(
     """Let options that the configuration changed since the checkpoint act; returns one line for each.
 
     ``configured`` are the groups' options as built from ``now``, ``saved`` is the checkpoint's configuration
-    of the optimizer. An option that did not change keeps its saved value, for the optimizer may have moved it.
+    of the optimizer. One that did not change keeps its saved value, for the optimizer may have moved it.
     """
     if saved is None or dict(saved) == dict(now):
         return []

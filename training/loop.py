@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ckpt.manager import CheckpointManager
 from torch import Tensor, nn
 
-from ckpt.manager import CheckpointManager
 from training import hyper
 from training.control import Control
 from training.data.protocol import Dataset
@@ -45,7 +45,7 @@ class Loop:
     device: torch.device
 
     def run(self) -> bool:
-        """Train up to ``max_steps`` updates; False if a stop came first. Nothing is saved here but by policy."""
+        """Train up to ``max_steps`` updates, saving by policy; False if a stop came first."""
         self.model.train()
         self._reported = (time.monotonic(), self.progress.samples)
         first = self.progress.step

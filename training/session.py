@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from ckpt.manager import CheckpointManager
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.launches import record_end
-from ckpt.manager import CheckpointManager
 from ckpt.run import open_run
 from training import device as devices
 from training import hyper, rng

@@ -23,8 +23,8 @@ PR_SET_PDEATHSIG = 1
 class WorkerPool:
     """``count`` forked workers that turn tasks into batches by ``make``, each in the order it was given.
 
-    Fork it before threads that hold locks run and before CUDA is used. Workers ignore SIGTERM and SIGINT, which are the
-    trainer's to handle, and die with it whatever kills it.
+    Fork it before threads that hold locks run and before CUDA is used. Workers ignore SIGTERM and SIGINT,
+    which are the trainer's to handle, and die with it whatever kills it.
     """
 
     def __init__(self, count: int, make: Callable[[Task], Batch], close_fds: Sequence[int] = ()) -> None:
