@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ckpt.checkpoint import Checkpoint
-from ckpt.errors import CheckpointError, Corrupt, NotCommitted, StorageError
+from ckpt.errors import Corrupt, NotCommitted, StorageError
 from ckpt.fence import assert_not_fenced
 from ckpt.manifest import MAX_MANIFEST, MAX_PART, build_manifest, parse_part
 from ckpt.names import DOOMED, MANIFEST, parse_attempt, part_name, part_rank
@@ -14,6 +14,7 @@ from ckpt.run import Run
 from ckpt.store import Store
 
 _THREADS = 16
+_END = b"}}"
 
 
 def commit(
@@ -102,17 +103,21 @@ def uncommitted(store: Store, below_launch: int) -> list[str]:
     if not older:
         return []
     with ThreadPoolExecutor(_THREADS) as pool:
-        sizes = list(pool.map(lambda name: store.size(f"{name}/{MANIFEST}"), older))
-    return sorted(name for name, size in zip(older, sizes, strict=True) if not size or _torn(store, name))
+        committed = list(pool.map(lambda name: _is_whole(store, f"{name}/{MANIFEST}"), older))
+    return sorted(name for name, whole in zip(older, committed, strict=True) if not whole)
 
 
-def _torn(store: Store, attempt: str) -> bool:
-    """Whether a manifest is only the beginning of one; a damaged whole one is not for committers to touch."""
-    try:
-        data = store.read(f"{attempt}/{MANIFEST}", MAX_MANIFEST)
-    except (FileNotFoundError, CheckpointError):
+def _is_whole(store: Store, key: str) -> bool:
+    """Whether a manifest is there to its end; what else is wrong with it is not for committers to judge."""
+    size = store.size(key)
+    if size is None or size < len(_END):
         return False
-    return not data.rstrip().endswith(b"}}")
+    end = bytearray(len(_END))
+    try:
+        store.read_into(key, size - len(_END), memoryview(end))
+    except FileNotFoundError:
+        return False
+    return end == _END
 
 
 def posthumous(run: Run, launch: int, say: Callable[[str], None] = lambda _: None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,9 +99,10 @@ def begin_launch(
         "overrides": [str(item) for item in overrides],
     }
     number = _take_number(run, info, watch_s, say)
-    _wait_for_orphans(run.store, number, watch_s, drain_deadline_s, say)
-    for attempt in posthumous(run, number, say=say):
-        say(f"committed {attempt}, which was complete but for its manifest")
+    with liveness.beating(run.store, number):
+        _wait_for_orphans(run.store, number, watch_s, drain_deadline_s, say)
+        for attempt in posthumous(run, number, say=say):
+            say(f"committed {attempt}, which was complete but for its manifest")
     return Launch(number, info, None, None)
 
 
@@ -129,8 +131,14 @@ def _refuse_if_live(run: Run, last: Launch, owner: str, watch_s: float, say: Cal
     at = f", at step {found.step}" if found.step is not None else ""
     raise RunBusy(
         f"{run.uri} is being written to by launch {last.number} (host {found.host}, pid {found.pid}{at}; "
-        f"{found.reason}): wait for it, stop it, choose another run, or take over with takeover=true"
+        f"{found.reason}): {_advice(found)}"
     )
+
+
+def _advice(found: liveness.Liveness) -> str:
+    if found.pid == os.getpid():
+        return "that is this very process: close the manager that holds the run first"
+    return "wait for it, stop it, choose another run, or take over with takeover=true"
 
 
 def _wait_for_orphans(

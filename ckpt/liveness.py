@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import Corrupt
+from ckpt.errors import Corrupt, StorageError
 from ckpt.names import launch_file
 from ckpt.sealed import canonical, parse_object
 from ckpt.store import Store
@@ -91,6 +93,30 @@ def read_beat(store: Store, number: int) -> dict[str, Any]:
         return parse_object(store.read(launch_file(number, "beat"), _MAX_BEAT), "the beat")
     except (FileNotFoundError, Corrupt):
         return {}
+
+
+@contextmanager
+def beating(store: Store, number: int) -> Iterator[None]:
+    """Beat for a launch whose writer doesn't run yet, so that openers elsewhere see that it lives."""
+    stop = threading.Event()
+
+    def keep_beating() -> None:
+        counter = 0
+        while True:
+            counter += 1
+            # One beat that can't be written is no reason to give up: an opener waits for several.
+            with suppress(StorageError):
+                beat(store, number, counter, step=None, phase=TRAINING)
+            if stop.wait(BEAT_EVERY_S):
+                return
+
+    thread = threading.Thread(target=keep_beating, name="ckpt-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def is_live(

@@ -68,7 +68,8 @@ def launch_file(number: int, kind: str = "json") -> str:
 def parse_launch(name: str) -> int | None:
     """Number of the launch that a file `launches/NAME` opens, or None if it opens none."""
     found = _LAUNCH.fullmatch(name)
-    return int(found[1]) if found and int(found[1]) > 0 else None
+    number = int(found[1]) if found else 0
+    return number if number > 0 and name == f"{number:05d}.json" else None
 
 
 def join(uri: str, name: str) -> str:

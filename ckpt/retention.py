@@ -72,10 +72,10 @@ def _reason_to_keep(run: Run, attempt: str, launch: int, newest: Checkpoint | No
     try:
         Checkpoint(run.uri, attempt, *named, run_id=run.id).manifest  # noqa: B018
     except NotCommitted:
-        return None if named[1] < launch else "it is not committed, and its launch may still be writing it"
-    except CheckpointError as error:
-        if named[1] < launch and run.store.size(f"{attempt}/{DOOMED}") is not None:
+        if named[1] < launch or run.store.size(f"{attempt}/{DOOMED}") is not None:
             return None
+        return "it is not committed, and its launch may still be writing it"
+    except CheckpointError as error:
         return str(error)
     return None
 
