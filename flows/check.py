@@ -38,7 +38,9 @@ def resolve(tree: Any) -> tuple[dict[str, Any], dict[str, str]]:
         if text == "???":
             problems.append(f"{dotted} has no value: give it one with {dotted}=...")
         elif "${hydra:" in text:
-            problems.append(f"{dotted} is {text}: ${{hydra:...}} has no value in a flow; write the value itself")
+            problems.append(
+                f"{dotted} is {text}: ${{hydra:...}} has no value in a flow; write the value itself"
+            )
         elif unset:
             problems.append(f"{dotted} needs the environment variable {', '.join(unset)}, which is not set")
         else:
@@ -73,7 +75,9 @@ def check(values: dict[str, Any]) -> None:
     """Hold every node against its schema or its target's signature. ConfigError lists all that is wrong."""
     problems = list(_check_node(values, "", Root))
     if problems:
-        raise ConfigError("\n".join(problems))
+        # A value that other settings are derived from is named once, where it was given.
+        first = {text.partition("=")[2] or text: text for text in reversed(problems)}
+        raise ConfigError("\n".join(text for text in problems if text in first.values()))
 
 
 def _leaves(node: Any, dotted: str) -> Iterator[tuple[str, Any]]:
@@ -143,6 +147,8 @@ def _check_value(value: Any, where: str, kind: str) -> Iterator[str]:
     if kind and not _fits(value, ast.parse(kind, mode="eval").body):
         yield f"{where}={_shown(value)} must be {_kind_text(kind)}"
         return
+    if where == "checkpoint.keep.n" and value == 0:
+        yield f"{where}=0 would keep no checkpoint to resume from: keep 1 or more, or all with {where}=null"
     low, high = RANGES.get(where, (None, None))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
@@ -188,7 +194,9 @@ def _fits_subscript(value: Any, outer: str, inner: ast.expr) -> bool:
     if outer in ("list", "List", "Sequence", "tuple", "Tuple"):
         if not isinstance(value, list):
             return False
-        if outer in ("tuple", "Tuple") and not any(isinstance(i, ast.Constant) and i.value is ... for i in items):
+        if outer in ("tuple", "Tuple") and not any(
+            isinstance(i, ast.Constant) and i.value is ... for i in items
+        ):
             return len(value) == len(items) and all(_fits(v, i) for v, i in zip(value, items, strict=True))
         return all(_fits(v, items[0]) for v in value)
     if outer in ("dict", "Dict", "Mapping"):
@@ -197,7 +205,13 @@ def _fits_subscript(value: Any, outer: str, inner: ast.expr) -> bool:
 
 
 def _kind_text(kind: str) -> str:
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "text",
+        "None": "null",
+    }
     if kind.startswith("Literal["):
         return "one of " + ", ".join(part.strip(" '\"") for part in kind[8:-1].split(","))
     return " or ".join(words.get(part.strip(), part.strip()) for part in kind.split("|"))

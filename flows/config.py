@@ -40,7 +40,7 @@ def load(name: str, overrides: Sequence[str]) -> Composed:
     values, hidden = check.resolve(tree)
     check.check(values)
     saved = secrets.redact(values, hidden)
-    return Composed(values, saved, choices, secrets.redact_overrides(texts, hidden))
+    return Composed(values, saved, choices, secrets.redact_overrides(texts))
 
 
 def register_resolvers() -> None:
@@ -106,7 +106,9 @@ def _problem(name: str, text: str, overrides: list[str]) -> str | None:
         reason = " ".join(str(error).split())
         return f"{text}: {reason}. Quote a value with special characters: '{split(text).key}=\"...\"'"
     if parsed.is_sweep_override():
-        return f"{text} holds several values: add -m to start one run for each, or quote it if it is one value"
+        return (
+            f"{text} holds several values: add -m to start one run for each, or quote it if it is one value"
+        )
     one = split(text)
     groups = _groups()
     if one.key in groups and not isinstance(parsed.value(), dict):
@@ -167,7 +169,7 @@ def flat_keys(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def nearest(word: str, candidates: Any) -> str:
-    """", did you mean 'x'?" for the candidate that looks most like `word`, or "" if none does."""
+    """ ", did you mean 'x'?" for the candidate that looks most like `word`, or "" if none does."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.55)
     return f", did you mean '{close[0]}'?" if close else ""
 

@@ -15,7 +15,9 @@ FREE = ("extra", "launcher.env", "tracking.tags")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
-_KEY = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?P<eq>=)?(?P<value>.*)\Z", re.DOTALL)
+_KEY = re.compile(
+    r"(?P<mode>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?P<eq>=)?(?P<value>.*)\Z", re.DOTALL
+)
 
 
 class ConfigError(Exception):
@@ -155,12 +157,16 @@ def jobs(overrides: Sequence[str]) -> list[list[str]]:
 
     options, rest = take(overrides, ("run",))
     parsed = OverridesParser.create().parse_overrides(normalise(rest))
-    batches = [list(job) for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
+    batches = [
+        list(job) for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch
+    ]
     if "run" not in options:
         return batches
     names = options["run"].split(",")
     if len(names) > 1 and len(batches) > 1:
-        raise ConfigError(f"run={options['run']} names several runs: sweep over names or over other keys, not both")
+        raise ConfigError(
+            f"run={options['run']} names several runs: sweep over names or over other keys, not both"
+        )
     if len(names) > 1:
         batches = [batches[0]] * len(names)
     elif len(batches) > 1:

@@ -34,6 +34,7 @@ class Launcher:
 
     nproc: int
     max_restarts: int
+    retries: int
     env: dict
 
 
@@ -115,6 +116,7 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.stop_grace_s": (1, None),
     "launcher.nproc": (1, None),
     "launcher.max_restarts": (0, None),
+    "launcher.retries": (0, None),
     "checkpoint.max_failed_saves": (1, None),
     "checkpoint.slots": (1, None),
     "checkpoint.threads": (1, None),
@@ -123,7 +125,8 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "checkpoint.verify.full_every": (0, None),
     "checkpoint.save.every": (1, None),
     "checkpoint.save.minutes": (0, None),
-    "checkpoint.keep.n": (1, None),
+    "checkpoint.keep.steps": (1, None),
+    "checkpoint.keep.n": (-1, None),
     "optim.lr": (0, None),
     "optim.weight_decay": (0, None),
 }

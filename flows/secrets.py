@@ -10,6 +10,7 @@ from flows.overrides import split
 
 SECRET_KEY = re.compile(r"(token|secret|password|passwd|api_?key|credential)", re.IGNORECASE)
 HIDDEN = "(secret)"
+_USERINFO = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 
 # A hidden value shorter than this is hidden only where it stands by itself: "1" occurs in too many texts.
 _FINDABLE = 6
@@ -28,20 +29,28 @@ def redact(values: dict[str, Any], hidden: dict[str, str]) -> dict[str, Any]:
     """
     texts: set[str] = set()
     _collect(values, "", hidden, texts)
-    out = _redacted(values, "", hidden, sorted((t for t in texts if len(t) >= _FINDABLE), key=len, reverse=True))
+    out = _redacted(
+        values, "", hidden, sorted((t for t in texts if len(t) >= _FINDABLE), key=len, reverse=True)
+    )
     assert isinstance(out, dict)
     return out
 
 
-def redact_overrides(overrides: Sequence[str], hidden: dict[str, str]) -> list[str]:
+def redact_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides that may be saved: a literal secret is left out, and has to be given again on resume."""
     out = []
     for text in overrides:
         one = split(text)
-        if one.value is not None and is_secret_key(one.key) and "${" not in one.value:
-            continue
+        if one.value is not None and "${" not in one.value:
+            if is_secret_key(one.key) or without_password(one.value) != one.value:
+                continue
         out.append(text)
     return out
+
+
+def without_password(text: str) -> str:
+    """The text with the `user:password@` of every URL in it hidden."""
+    return _USERINFO.sub(f"://{HIDDEN}@", text)
 
 
 def _collect(node: Any, dotted: str, hidden: dict[str, str], texts: set[str]) -> None:
@@ -59,7 +68,9 @@ def _redacted(node: Any, dotted: str, hidden: dict[str, str], texts: list[str]) 
     if dotted in hidden:
         return hidden[dotted]
     if isinstance(node, dict):
-        return {k: _redacted(v, f"{dotted}.{k}" if dotted else str(k), hidden, texts) for k, v in node.items()}
+        return {
+            k: _redacted(v, f"{dotted}.{k}" if dotted else str(k), hidden, texts) for k, v in node.items()
+        }
     if node is not None and node != "" and is_secret_key(dotted) and not isinstance(node, bool):
         return HIDDEN
     if isinstance(node, list):
@@ -67,4 +78,5 @@ def _redacted(node: Any, dotted: str, hidden: dict[str, str], texts: list[str]) 
     if isinstance(node, str):
         for text in texts:
             node = node.replace(text, HIDDEN)
+        return without_password(node)
     return node

@@ -171,9 +171,7 @@ def _arguments(target: str, node: ast.FunctionDef | ast.AsyncFunctionDef, skip: 
     positional = [*spec.posonlyargs, *spec.args][skip:]
     named = [*positional, *spec.kwonlyargs]
     missing = positional[: len(positional) - len(spec.defaults)] if spec.defaults else positional
-    missing = [
-        *missing, *(a for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is None)
-    ]
+    missing = [*missing, *(a for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is None)]
     return Signature(
         target,
         {a.arg: ast.unparse(a.annotation) if a.annotation else "" for a in named},

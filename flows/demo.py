@@ -1,0 +1,177 @@
+"""`make run`: train, kill the trainer on purpose, resume, and compare with the same run without a stop, bit for bit.
+
+It stands alone: its own Prefect server and database, MLflow in a file, everything under runs/.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.errors import CheckpointError
+from ckpt.launches import list_launches
+from flows import commands, prefect_home
+from flows.cli import process_start
+from flows.config import load
+from flows.interrupts import EXIT_CODE, Interrupts
+from flows.names import new_name
+from flows.overrides import ConfigError
+from flows.plan import Plan, new_owner, plan_resume, plan_train
+from flows.project import project_dir
+from flows.session import Session
+from flows.terminal import Terminal
+
+STEPS, SAVE_EVERY, KILL_AT = 200, 20, 87
+_SETTINGS = (f"trainer.max_steps={STEPS}", f"checkpoint.save.every={SAVE_EVERY}", "trainer.log_every=1")
+
+
+class Demo:
+    """The story, told once: `tell` returns the exit code. `extra` are overrides for all of its runs."""
+
+    def __init__(self, extra: list[str]) -> None:
+        self._extra = [*_SETTINGS, *extra]
+        self._terminal = Terminal()
+        self._server = prefect_home.OwnServer()
+        self._session: Session | None = None
+        self._interrupts = Interrupts(self._stop, self._leave)
+        self._name = new_name(lambda name: (project_dir() / "runs" / name).exists())
+
+    def tell(self) -> int:
+        """From the first step to the champion."""
+        prefect_home.isolate()
+        prefect_home.configure()
+        load("train", self._extra)
+        self._interrupts.install()
+        killed_at = self._train_and_kill()
+        if killed_at is None or self._interrupts.seen():
+            return EXIT_CODE if self._interrupts.seen() else 1
+        twin = self._twin()
+        if twin is None:
+            return EXIT_CODE if self._interrupts.seen() else 1
+        return self._resume(twin)
+
+    def _train_and_kill(self) -> int | None:
+        """Train under the train flow until the trainer is killed; the step at which that was."""
+        plan = plan_train([*self._extra, f"run={self._name}"], new_owner(), self._name)
+        session = self._begin(plan, process_start())
+        atexit.register(self._server.stop)
+        self._server.start()
+        from flows import prefect_flows
+
+        if not self._server.wait(self._interrupts.seen):
+            session.done.wait()
+            return None
+        killer = threading.Thread(target=self._kill, args=(session,), daemon=True)
+        killer.start()
+        prefect_flows.hand_over(session)
+        flow = prefect_flows.train.with_options(flow_run_name=plan.name)
+        flow(overrides=[*self._extra, f"run={plan.name}"], return_state=True)
+        killer.join()
+        if session.outcome is not None and session.outcome.state == "finished":
+            self._terminal.line("training was over before the trainer could be killed; nothing to resume")
+            return None
+        return session.progress.step
+
+    def _kill(self, session: Session) -> None:
+        """SIGKILL the rank, as a machine that runs out of memory would."""
+        while not session.done.is_set() and session.progress.step < KILL_AT:
+            time.sleep(0.002)
+        if session.done.is_set():
+            return
+        launch = list_launches(session.plan.run.store)[-1]
+        self._terminal.settle(session.progress.line())
+        self._terminal.line(f"killing the trainer on purpose (step {session.progress.step})")
+        os.kill(launch.info["pid"], signal.SIGKILL)
+
+    def _twin(self) -> Session | None:
+        """The same run without a stop, beside Prefect and MLflow."""
+        name = f"{self._name}-twin"
+        twin = plan_train([*self._extra, "tracking=none", f"run={name}"], new_owner(), name)
+        self._terminal.line("meanwhile the same run without a crash, to compare")
+        session = self._begin(twin, time.monotonic())
+        session.done.wait()
+        return self._if_finished(session)
+
+    def _resume(self, twin: Session) -> int:
+        from flows import prefect_flows
+
+        plan = plan_resume([f"run={self._name}", *self._where()])
+        session = self._begin(plan, time.monotonic())
+        prefect_flows.hand_over(session)
+        flow = prefect_flows.resume.with_options(flow_run_name=plan.name)
+        flow(run=plan.name, overrides=self._where(), return_state=True)
+        if self._if_finished(session) is None:
+            return EXIT_CODE if self._interrupts.seen() else 1
+        ours, theirs = _digest(session), _digest(twin)
+        start = f"resumed from step {session.progress.restored}, finished {session.progress.step}"
+        if ours is None or ours != theirs:
+            self._terminal.line(f"{start}: NOT equal to the uninterrupted run ({ours} and {theirs})")
+            return 1
+        self._terminal.line(f"{start}: equal bit for bit to the uninterrupted run")
+        state = prefect_flows.evaluate.with_options(flow_run_name=plan.name)(
+            run=plan.name, overrides=self._where(), return_state=True
+        )
+        for i, line in enumerate(self._next(plan)):
+            self._terminal.line(f"{'next:' if i == 0 else '':5}  {line}")
+        return 0 if state.is_completed() else 1
+
+    def _next(self, plan: Plan) -> list[str]:
+        more = f"trainer.max_steps={2 * STEPS}"
+        return [
+            commands.flow("resume", plan.name, self._where(), more),
+            f"{commands.ckpt('ls', plan.run.uri)}   |   make ui",
+        ]
+
+    def _where(self) -> list[str]:
+        return commands.where(self._extra)
+
+    def _begin(self, plan: Plan, began: float) -> Session:
+        session = self._session = Session(plan, self._terminal, began, quiet=True)
+        session.start()
+        if self._interrupts.seen():
+            session.stop("Ctrl-C")
+        return session
+
+    def _if_finished(self, session: Session) -> Session | None:
+        outcome = session.outcome
+        if outcome is not None and outcome.state == "finished":
+            return session
+        self._terminal.line(f"{session.plan.name} did not finish: {outcome and outcome.cause}")
+        for lines in (outcome.tail if outcome else {}).values():
+            self._terminal.line("\n".join(lines))
+        return None
+
+    def _stop(self) -> None:
+        self._terminal.line("saving and stopping; Ctrl-C once more leaves at once")
+        if self._session is not None:
+            self._session.stop("Ctrl-C")
+
+    def _leave(self) -> None:
+        if self._session is not None:
+            self._session.abandon()
+        self._server.kill()
+
+
+def _digest(session: Session) -> str | None:
+    end: dict[str, Any] = session.progress.end or {}
+    digest: Callable[..., Any] = end.get
+    return digest("weights_digest")
+
+
+def main() -> int:
+    """Tell the story; arguments are overrides for its runs."""
+    try:
+        return Demo(sys.argv[1:]).tell()
+    except (ConfigError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
