@@ -1,0 +1,67 @@
+"""One attempt at a checkpoint, as the trainer knows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.guard import Taken
+from ckpt.planning import Plan
+from ckpt.stats import SaveCosts
+
+
+@dataclass(eq=False)
+class Attempt:
+    """Written by the training thread until it is handed over, then by the staging and the settling thread.
+
+    movable: the optimizer may move (on CUDA after `Stage.join_device`). staged: nothing reads the live state any
+    more. done: it has ended and its slot is free. problem: why it can't be committed, with its kind in front:
+    "failed", "changed" (the state, while it was copied) or "replan" (the structure, before).
+    """
+
+    name: str
+    step: int
+    slot: int
+    plan: Plan | None = None
+    part: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    taken: Taken | None = None
+    begun: float = field(default_factory=time.monotonic)
+    stall_s: float = 0.0
+    join_s: float = 0.0
+    stage_s: float = 0.0
+    persist_s: float = 0.0
+    bytes: int = 0
+    problem: str | None = None
+    durable_at: float | None = None
+    committed_at: float | None = None
+    commit_sent: bool = False
+    reported: bool = False
+    reported_at: float = 0.0
+    verdict_at: float | None = None
+    released: bool = False
+    committed: bool = False
+    movable: threading.Event = field(default_factory=threading.Event)
+    staged: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def go_wrong(self, kind: str, text: str) -> None:
+        """Make it void; the first cause stays."""
+        if self.problem is None:
+            self.problem = f"{kind}: {text}"
+
+    def costs(self) -> SaveCosts:
+        """What it has cost so far."""
+        durable = (self.committed_at or time.monotonic()) - self.begun
+        return SaveCosts(
+            self.step,
+            self.name,
+            stall_s=self.stall_s,
+            join_s=self.join_s,
+            stage_s=self.stage_s,
+            persist_s=self.persist_s,
+            durable_s=durable,
+            bytes=self.bytes,
+        )

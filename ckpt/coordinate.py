@@ -1,0 +1,316 @@
+"""How the ranks of one launch agree: rank 0 decides, one step ahead, and every other fact reaches it as a report.
+
+All of it goes through a key-value store of our own that rank 0 serves, one client per thread: a rank that is slow or
+fails makes one save void, where a collective that times out would break its group for good. `Solo` is the same for
+one process, without any of it.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+OK = "ok"
+_POLL_S = 0.2
+_KEPT = 256
+
+
+class Decision(NamedTuple):
+    """What all ranks do at one call of `step`.
+
+    token: begin a save whose attempt's name ends so. replan: look at the state's structure anew first. stop: stop
+    training after this step. error: raise this.
+    """
+
+    token: str | None = None
+    replan: bool = False
+    stop: bool = False
+    error: str | None = None
+
+
+class Team(Protocol):
+    """The ranks of a launch, as seen by one of them."""
+
+    rank: int
+    world_size: int
+    group: ProcessGroup | None
+
+    def decide(self, call: int, now: Callable[[], Decision], ahead: Callable[[], Decision]) -> Decision:
+        """The decision for call number `call`; `now` and `ahead` (for the next call) are asked on rank 0 only."""
+
+    def share(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returned on rank 0 (plain JSON), on every rank; `name` is unique within the launch."""
+
+    def ask_stop(self) -> None:
+        """Let rank 0 know that this rank was asked to stop. Safe in a signal handler."""
+
+    def stop_asked(self) -> bool:
+        """Rank 0: whether any rank was asked to stop."""
+
+    def report(self, attempt: str, text: str) -> None:
+        """Tell rank 0 how an attempt went here: `OK` or what went wrong."""
+
+    def reports(self, attempt: str) -> dict[int, str]:
+        """Rank 0: the reports so far."""
+
+    def publish_verdict(self, attempt: str, text: str) -> None:
+        """Rank 0: tell all ranks how an attempt ended."""
+
+    def verdict(self, attempt: str) -> str | None:
+        """How rank 0 says an attempt ended, None if it has not said so yet."""
+
+    def release(self, attempt: str) -> None:
+        """This rank has cleared an attempt away and could begin another."""
+
+    def released(self, attempt: str) -> bool:
+        """Rank 0: whether all ranks have."""
+
+    def close(self) -> None:
+        """Leave the team."""
+
+
+class Solo:
+    """A team of one."""
+
+    rank = 0
+    world_size = 1
+    group = None
+
+    def __init__(self) -> None:
+        self._stop = False
+        self._reports: dict[str, str] = {}
+        self._verdicts: dict[str, str] = {}
+
+    def decide(self, call: int, now: Callable[[], Decision], ahead: Callable[[], Decision]) -> Decision:
+        """Decide now."""
+        return now()
+
+    def share(self, name: str, make: Callable[[], Any]) -> Any:
+        """Nobody to share with."""
+        return make()
+
+    def ask_stop(self) -> None:
+        """Remember it."""
+        self._stop = True
+
+    def stop_asked(self) -> bool:
+        """Whether it was asked for."""
+        return self._stop
+
+    def report(self, attempt: str, text: str) -> None:
+        """Remember it."""
+        self._reports[attempt] = text
+
+    def reports(self, attempt: str) -> dict[int, str]:
+        """The own report, if any."""
+        return {0: self._reports[attempt]} if attempt in self._reports else {}
+
+    def publish_verdict(self, attempt: str, text: str) -> None:
+        """Remember it."""
+        self._verdicts[attempt] = text
+
+    def verdict(self, attempt: str) -> str | None:
+        """The own verdict."""
+        return self._verdicts.get(attempt)
+
+    def release(self, attempt: str) -> None:
+        """Forget the attempt."""
+        self._reports.pop(attempt, None)
+        self._verdicts.pop(attempt, None)
+
+    def released(self, attempt: str) -> bool:
+        """Always: there is nobody else."""
+        return True
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class Group:
+    """A team of the ranks of a process group. Made by all of them at the same time."""
+
+    def __init__(self, process_group: ProcessGroup, timeout_s: float) -> None:
+        """Collective. `timeout_s` bounds every wait for another rank."""
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.world_size = len(ranks)
+        self._timeout_s = timeout_s
+        # Planning's collectives never share a group with training's, which run on another thread.
+        self.group = dist.new_group(
+            ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+        )
+        self._server: Any = None
+        if self.rank == 0:
+            self._server = dist.TCPStore("localhost", 0, None, True, timedelta(seconds=timeout_s), False)
+        address = [(_own_address(), self._server.port if self._server else 0)]
+        dist.broadcast_object_list(address, src=ranks[0], group=self.group)
+        host, self._port = address[0]
+        self._host = "localhost" if self.rank == 0 else host
+        self._local = threading.local()
+        self._outbox: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._decided: dict[int, Decision] = {}
+        self._arrived = threading.Condition()
+        self._ahead = Decision()
+        self._stop = False
+        self._stop_told = False
+        self._lost: str | None = None
+        self._closing = False
+        self._calls = 0
+        work = self._publish if self.rank == 0 else self._listen
+        self._thread = threading.Thread(target=work, name="ckpt-decisions", daemon=True)
+        self._thread.start()
+
+    @property
+    def _client(self) -> Any:
+        import torch.distributed as dist
+
+        if not hasattr(self._local, "client"):
+            timeout = timedelta(seconds=self._timeout_s)
+            self._local.client = dist.TCPStore(self._host, self._port, None, False, timeout, False)
+        return self._local.client
+
+    def decide(self, call: int, now: Callable[[], Decision], ahead: Callable[[], Decision]) -> Decision:
+        """Rank 0 publishes the next call's decision; the others usually have this call's already."""
+        self._calls = call
+        if self.rank == 0:
+            decision = self._ahead
+            if call == 0:
+                decision = now()
+                self._outbox.put(("d/0", json.dumps(decision)))
+            self._ahead = ahead()
+            self._outbox.put((f"d/{call + 1}", json.dumps(self._ahead)))
+            return decision
+        deadline = time.monotonic() + self._timeout_s
+        with self._arrived:
+            while call not in self._decided:
+                left = deadline - time.monotonic()
+                if self._lost or left <= 0:
+                    raise StorageError(
+                        f"rank {self.rank} heard nothing of rank 0 at call {call} of step(): "
+                        f"{self._lost or f'no answer in {self._timeout_s:g} s'}. All ranks have to call step()"
+                    )
+                self._arrived.wait(left)
+            return self._decided.pop(call)
+
+    def share(self, name: str, make: Callable[[], Any]) -> Any:
+        """Through the store; waits for rank 0."""
+        if self.rank == 0:
+            made = make()
+            self._client.set(f"s/{name}", json.dumps(made))
+            return made
+        return json.loads(self._ask(lambda: self._client.get(f"s/{name}"), f"rank 0 did not share {name}"))
+
+    def ask_stop(self) -> None:
+        """Told to rank 0 by the thread that listens."""
+        self._stop = True
+
+    def stop_asked(self) -> bool:
+        """Whether this or any other rank was asked."""
+        return self._stop
+
+    def report(self, attempt: str, text: str) -> None:
+        """As one key per rank."""
+        self._ask(lambda: self._client.set(f"r/{attempt}/{self.rank}", text), "could not report to rank 0")
+
+    def reports(self, attempt: str) -> dict[int, str]:
+        """Those that are there."""
+        keys = {rank: f"r/{attempt}/{rank}" for rank in range(self.world_size)}
+        return {
+            rank: self._client.get(key).decode() for rank, key in keys.items() if self._client.check([key])
+        }
+
+    def publish_verdict(self, attempt: str, text: str) -> None:
+        """As one key."""
+        self._client.set(f"v/{attempt}", text)
+
+    def verdict(self, attempt: str) -> str | None:
+        """Asks the store once."""
+        key = f"v/{attempt}"
+        if not self._ask(lambda: self._client.check([key]), "rank 0 is gone"):
+            return None
+        return bytes(self._client.get(key)).decode()
+
+    def release(self, attempt: str) -> None:
+        """As one key per rank."""
+        self._ask(lambda: self._client.set(f"f/{attempt}/{self.rank}", ""), "rank 0 is gone")
+
+    def released(self, attempt: str) -> bool:
+        """Asks the store once; forgets the attempt when all have."""
+        ranks: Sequence[int] = range(self.world_size)
+        if not self._client.check([f"f/{attempt}/{rank}" for rank in ranks]):
+            return False
+        for key in (f"v/{attempt}", *(f"{kind}/{attempt}/{rank}" for kind in "rf" for rank in ranks)):
+            self._client.delete_key(key)
+        return True
+
+    def close(self) -> None:
+        """The store's server goes last, but waits for nobody longer than a few seconds."""
+        try:
+            self._client.set(f"bye/{self.rank}", "")
+            if self.rank == 0:
+                keys = [f"bye/{rank}" for rank in range(self.world_size)]
+                self._client.wait(keys, timedelta(seconds=min(10.0, self._timeout_s)))
+        except Exception:
+            pass  # whoever did not say goodbye is gone or late; neither is a reason to fail here
+        self._closing = True
+        self._outbox.put(None)
+        self._thread.join(5.0)
+
+    def _ask(self, question: Callable[[], Any], advice: str) -> Any:
+        try:
+            return question()
+        except Exception as error:
+            raise StorageError(f"{advice}: {str(error).splitlines()[0]}") from error
+
+    def _publish(self) -> None:
+        try:
+            while (item := self._outbox.get()) is not None:
+                self._client.set(*item)
+                kind, _, number = item[0].partition("/")
+                if kind == "d" and int(number) > _KEPT:
+                    self._client.delete_key(f"d/{int(number) - _KEPT}")
+                if not self._stop and self._client.check(["stop"]):
+                    self._stop = True
+        except Exception as error:
+            self._lost = str(error).splitlines()[0]
+
+    def _listen(self) -> None:
+        call = 0
+        client = self._client
+        while not self._closing:
+            try:
+                if self._stop and not self._stop_told:
+                    client.set("stop", str(self.rank))
+                    self._stop_told = True
+                client.wait([f"d/{call}"], timedelta(seconds=_POLL_S))
+                decision = Decision(*json.loads(client.get(f"d/{call}")))
+            except Exception as error:
+                if "timeout" in str(error).lower() or "timed out" in str(error).lower():
+                    continue
+                with self._arrived:
+                    self._lost = str(error).splitlines()[0]
+                    self._arrived.notify_all()
+                return
+            with self._arrived:
+                self._decided[call] = decision
+                self._arrived.notify_all()
+            call += 1
+
+
+def _own_address() -> str:
+    import os
+    import socket
+
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()
