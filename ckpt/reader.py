@@ -1,0 +1,332 @@
+"""Parallel reads of shard bytes in which nothing is handed out before its digest has been checked."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from ckpt import faults
+from ckpt.digest import CHUNK, chunk_digest
+from ckpt.errors import Corrupt, StorageError
+from ckpt.store import Store
+
+__all__ = ["FileFacts", "Want", "read_verified"]
+
+_PAGE = mmap.PAGESIZE
+_RETRIES = 3
+_TRANSIENT = frozenset(
+    {errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO}
+)
+
+
+class FileFacts(Protocol):
+    """What the manifest says of one file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def digest_kind(self) -> str:
+        """Which hash the chunk digests are made with."""
+
+    @property
+    def chunks(self) -> Sequence[str]:
+        """Hex digest of every 16 MiB chunk, in order."""
+
+
+@dataclass(frozen=True)
+class Want:
+    """The bytes `[start, end)` of `file`, to be written to `into` (writable, exactly that long).
+
+    With a `pitch`, only the first `run` bytes of every `pitch` bytes from `start` on are wanted, one run
+    after the other in `into`: the columns of a row-major matrix.
+    """
+
+    file: str
+    start: int
+    end: int
+    into: memoryview
+    run: int = 0
+    pitch: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written to `into`."""
+        return self.rows * self.run if self.pitch else self.end - self.start
+
+    @property
+    def rows(self) -> int:
+        """How many runs there are."""
+        return (self.end - self.start - self.run) // self.pitch + 1 if self.pitch else 1
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One chunk of one file and the wants that touch it."""
+
+    source: _Source
+    index: int
+    wants: tuple[Want, ...]
+
+
+def read_verified(
+    store: Store,
+    attempt: str,
+    files: Mapping[str, FileFacts],
+    wants: Sequence[Want],
+    *,
+    threads: int = 4,
+    direct: bool = True,
+) -> int:
+    """Fill every want with checked bytes; returns how many bytes were read from storage.
+
+    Each chunk (16 MiB) that a want touches is read once and whole, and its digest is compared with the
+    manifest's before a byte of it is copied out. A want that covers a whole chunk gets it read straight
+    into its own memory: targets are therefore landing memory, and hold rubbish after an error. Memory
+    beyond the targets: one chunk per thread. With `direct` the page cache is passed by where the file
+    system allows it, and what had to be read through it is dropped from it again.
+
+    Raises Corrupt (a file is missing, has another size, or a chunk has another digest: named with file,
+    chunk and byte range) or StorageError (the storage failed, after retries).
+    """
+    by_file: dict[str, list[Want]] = {}
+    for want in wants:
+        _check_want(want, files, attempt)
+        if want.end > want.start:
+            by_file.setdefault(want.file, []).append(want)
+    with ExitStack() as stack:
+        jobs: list[_Job] = []
+        for name, its_wants in by_file.items():
+            source = _Source(store, attempt, name, files[name], direct)
+            stack.callback(source.close)
+            jobs.extend(_jobs(source, its_wants))
+        _run(jobs, max(1, min(threads, len(jobs))))
+        return sum(end - start for start, end in (job.source.chunk_range(job.index) for job in jobs))
+
+
+def _check_want(want: Want, files: Mapping[str, FileFacts], attempt: str) -> None:
+    facts = files.get(want.file)
+    if facts is None:
+        raise Corrupt(f"{attempt}: the manifest names no file {want.file!r} but has tensors in it")
+    if not 0 <= want.start <= want.end <= facts.size:
+        raise Corrupt(
+            f"{attempt}/{want.file}: bytes {want.start}..{want.end} lie outside of its {facts.size} bytes"
+        )
+    if len(want.into) != want.nbytes or want.into.readonly:
+        raise ValueError(f"{want.file}: the target must be writable and hold {want.nbytes} bytes")
+
+
+def _jobs(source: _Source, wants: Sequence[Want]) -> Iterator[_Job]:
+    touched: dict[int, list[Want]] = {}
+    for want in sorted(wants, key=lambda w: w.start):
+        for index in range(want.start // CHUNK, (want.end - 1) // CHUNK + 1):
+            touched.setdefault(index, []).append(want)
+    for index in sorted(touched):
+        yield _Job(source, index, tuple(touched[index]))
+
+
+def _run(jobs: Sequence[_Job], threads: int) -> None:
+    """Do the jobs on `threads` threads; the first failure stops all of them and is raised."""
+    todo = iter(jobs)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with _Bounce() as bounce:
+                while True:
+                    with lock:
+                        job = None if failures else next(todo, None)
+                    if job is None:
+                        return
+                    _do(job, bounce)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, name=f"ckpt-read-{n}", daemon=True) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if failures:
+        raise failures[0]
+
+
+def _do(job: _Job, bounce: _Bounce) -> None:
+    source = job.source
+    start, end = source.chunk_range(job.index)
+    straight = _straight_target(job, start, end)
+    data = straight if straight is not None else bounce.view(end - start)
+    source.read(start, data)
+    found = chunk_digest(source.kind, data)
+    if found != source.facts.chunks[job.index]:
+        raise Corrupt(
+            f"{source.key}: chunk {job.index} (bytes {start}..{end}) is damaged: "
+            f"its {source.kind} is {found}, the manifest says {source.facts.chunks[job.index]}"
+        )
+    whole = np.frombuffer(data, np.uint8)
+    for want in job.wants:
+        if straight is not None and want is job.wants[0]:
+            continue
+        low, high = max(want.start, start), min(want.end, end)
+        _scatter(want, low - want.start, whole[low - start : high - start])
+
+
+def _scatter(want: Want, at: int, data: np.ndarray) -> None:
+    """Copy `data`, which begins `at` bytes after the want's start, to where it belongs, without the GIL."""
+    target = np.frombuffer(want.into, np.uint8)
+    if not want.pitch:
+        np.copyto(target[at : at + len(data)], data)
+        return
+    # A row may begin in one chunk and end in another: a part of a row, whole rows, a part of a row.
+    row, column = divmod(at, want.pitch)
+    while len(data):
+        whole_rows = 0 if column else len(data) // want.pitch
+        if whole_rows:
+            source = data[: whole_rows * want.pitch].reshape(whole_rows, want.pitch)[:, : want.run]
+            np.copyto(
+                target[row * want.run : (row + whole_rows) * want.run].reshape(whole_rows, want.run), source
+            )
+            data = data[whole_rows * want.pitch :]
+            row += whole_rows
+            continue
+        count = max(0, min(want.run - column, len(data)))
+        np.copyto(target[row * want.run + column :][:count], data[:count])
+        data = data[want.pitch - column :]
+        row, column = row + 1, 0
+
+
+def _straight_target(job: _Job, start: int, end: int) -> memoryview | None:
+    """The first want's own memory if it takes the whole chunk and the chunk can be read into it directly."""
+    want = job.wants[0]
+    if want.pitch or want.start > start or want.end < end:
+        return None
+    target = want.into[start - want.start : end - want.start]
+    if job.source.direct and np.frombuffer(target, np.uint8).ctypes.data % _PAGE:
+        return None
+    return target
+
+
+class _Bounce:
+    """One thread's page-aligned buffer for a chunk, made when first needed."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def __enter__(self) -> _Bounce:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._memory is not None:
+            # An array over it may live on in a traceback; then the memory goes with that.
+            with suppress(BufferError):
+                self._memory.close()
+
+    def view(self, size: int) -> memoryview:
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, CHUNK)
+        return memoryview(self._memory)[:size]
+
+
+class _Source:
+    """One shard file, open for reading by several threads."""
+
+    def __init__(self, store: Store, attempt: str, name: str, facts: FileFacts, direct: bool) -> None:
+        self.key = f"{attempt}/{name}"
+        self.facts = facts
+        self.kind = facts.digest_kind
+        self.direct = direct
+        self._buffered_fd = -1
+        self._direct_fd = -1
+        expected = -(-facts.size // CHUNK)
+        if len(facts.chunks) != expected:
+            raise Corrupt(
+                f"{self.key}: the manifest has {len(facts.chunks)} chunk digests for {facts.size} bytes; "
+                f"{expected} are needed"
+            )
+        path = store.path(self.key)
+        try:
+            # O_NONBLOCK: a pipe in the file's place must not hang the reader.
+            self._buffered_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            found = os.fstat(self._buffered_fd)
+        except FileNotFoundError:
+            raise Corrupt(f"{self.key}: the file is missing") from None
+        except OSError as error:
+            raise StorageError(f"{self.key} can't be opened: {error.strerror}") from error
+        if not stat.S_ISREG(found.st_mode) or found.st_size != facts.size:
+            self.close()
+            raise Corrupt(f"{self.key}: the file has {found.st_size} bytes, the manifest says {facts.size}")
+        if direct:
+            try:
+                self._direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except OSError:
+                self.direct = False
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        return index * CHUNK, min((index + 1) * CHUNK, self.facts.size)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from `offset`, trying again where the storage may recover."""
+        for attempt in range(_RETRIES + 1):
+            try:
+                faults.point("read", self.key)
+                self._read_once(offset, into)
+                return
+            except OSError as error:
+                if error.errno not in _TRANSIENT or attempt == _RETRIES:
+                    raise StorageError(
+                        f"{self.key}: reading at byte {offset} failed: {error.strerror}"
+                    ) from error
+                time.sleep(0.05 * 2**attempt * (1 + random.random()))
+
+    def _read_once(self, offset: int, into: memoryview) -> None:
+        done = self._read_direct(offset, into) if self.direct else 0
+        if done == len(into):
+            return
+        start = offset + done
+        while done < len(into):
+            got = os.preadv(self._buffered_fd, [into[done:]], offset + done)
+            if got == 0:
+                raise Corrupt(
+                    f"{self.key}: ends at byte {offset + done}, the manifest says {self.facts.size}"
+                )
+            done += got
+        os.posix_fadvise(self._buffered_fd, start, offset + done - start, os.POSIX_FADV_DONTNEED)
+
+    def _read_direct(self, offset: int, into: memoryview) -> int:
+        """Bytes read past the page cache: whole pages only; a file's tail is left to the buffered read."""
+        whole = len(into) // _PAGE * _PAGE
+        done = 0
+        while done < whole:
+            try:
+                got = os.preadv(self._direct_fd, [into[done:whole]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                return done
+            done += got
+            if got == 0 or got % _PAGE:
+                break
+        return done
+
+    def close(self) -> None:
+        for fd in (self._buffered_fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._buffered_fd = self._direct_fd = -1
