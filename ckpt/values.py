@@ -17,11 +17,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.errors import Corrupt, StateError
 
 MAX_DEPTH = 100
+_AS_THEY_ARE = frozenset({type(None), bool, str})
 _INT64 = 1 << 63
 _NUMPY_DTYPE = re.compile(r"[<>|=](?:[biufcS]\d{1,9}|U\d{1,9}|[mM]8(?:\[\d*[a-zA-Z]{1,2}\])?)")
 
@@ -42,7 +43,29 @@ def encode(value: Any, where: str = "", *, ordered: bool = True) -> Any:
     return _encode(value, where or "value", 0, ordered)
 
 
-def _encode(value: Any, where: str, depth: int, ordered: bool) -> Any:
+class _Key(NamedTuple):
+    key: Any
+
+    def __repr__(self) -> str:
+        return f"the key {self.key!r}"
+
+
+# Where a value stands: the root's name, or the place of what holds it and the key or index there. Put into
+# words only when something is refused, since values are encoded in the training thread.
+Where = str | tuple["Where", Any]
+
+
+def _say(where: Where) -> str:
+    steps: list[Any] = []
+    while not isinstance(where, str):
+        where, step = where
+        steps.append(step)
+    for step in reversed(steps):
+        where += f".{step}" if isinstance(step, str) else f"[{step!r}]"
+    return where if len(where) <= 300 else f"{where[:150]} ... {where[-100:]}"
+
+
+def _encode(value: Any, where: Where, depth: int, ordered: bool) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -51,9 +74,12 @@ def _encode(value: Any, where: str, depth: int, ordered: bool) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if depth > MAX_DEPTH:
-        raise StateError(f"{where}: nested deeper than {MAX_DEPTH} levels, or holds itself")
+        raise StateError(f"{_say(where)}: nested deeper than {MAX_DEPTH} levels, or holds itself")
     if kind is list or kind is tuple:
-        items = [_encode(item, f"{where}[{i}]", depth + 1, ordered) for i, item in enumerate(value)]
+        items = [
+            item if type(item) in _AS_THEY_ARE else _encode(item, (where, i), depth + 1, ordered)
+            for i, item in enumerate(value)
+        ]
         return items if kind is list else {"$tuple": items}
     if isinstance(value, Mapping):
         return _encode_mapping(value, where, depth, ordered)
@@ -62,28 +88,25 @@ def _encode(value: Any, where: str, depth: int, ordered: bool) -> Any:
     return _encode_rarer(value, where, depth, ordered)
 
 
-def _encode_mapping(value: Mapping[Any, Any], where: str, depth: int, ordered: bool) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], where: Where, depth: int, ordered: bool) -> Any:
     try:
         pairs = list(value.items())
     except Exception as error:
-        raise StateError(f"{where}: its items can't be read ({error})") from error
+        raise StateError(f"{_say(where)}: its items can't be read ({error})") from error
     encoded = []
     for key, item in pairs:
-        path = f"{where}.{key}" if isinstance(key, str) else f"{where}[{key!r}]"
-        plain_key = (
-            key if type(key) is str else _encode(key, f"{where} (the key {key!r})", depth + 1, ordered)
-        )
-        encoded.append((plain_key, _encode(item, path, depth + 1, ordered)))
+        plain_key = key if type(key) is str else _encode(key, (where, _Key(key)), depth + 1, ordered)
+        encoded.append((plain_key, _encode(item, (where, key), depth + 1, ordered)))
     keys = [key for key, _ in encoded]
     if len({repr(key) for key in keys}) != len(keys):
-        raise StateError(f"{where}: two of its keys are the same once made plain")
+        raise StateError(f"{_say(where)}: two of its keys are the same once made plain")
     plain = all(type(key) is str and not key.startswith("$") for key in keys)
     if plain and (not ordered or keys == sorted(keys)):
         return dict(encoded)
     return {"$dict": [[key, item] for key, item in encoded]}
 
 
-def _encode_rarer(value: Any, where: str, depth: int, ordered: bool) -> Any:
+def _encode_rarer(value: Any, where: Where, depth: int, ordered: bool) -> Any:
     if isinstance(value, enum.Enum):
         return _encode(value.value, where, depth + 1, ordered)
     numpy = sys.modules.get("numpy")
@@ -102,7 +125,7 @@ def _encode_rarer(value: Any, where: str, depth: int, ordered: bool) -> Any:
             ]
         }
     if isinstance(value, set | frozenset):
-        items = [_encode(item, f"{where}[...]", depth + 1, ordered) for item in value]
+        items = [_encode(item, (where, ...), depth + 1, ordered) for item in value]
         return {"$set" if isinstance(value, set) else "$frozenset": sorted(items, key=repr)}
     if isinstance(value, pathlib.PurePath):
         return {"$path": str(value)}
@@ -122,18 +145,20 @@ def _encode_rarer(value: Any, where: str, depth: int, ordered: bool) -> Any:
     if isinstance(value, Sequence):
         return _encode(list(value), where, depth + 1, ordered)
     raise StateError(
-        f"{where}: a {type(value).__module__}.{type(value).__qualname__} can't be stored as plain data; "
-        f"give numbers, strings, bytes, lists, tuples, dicts, sets, NumPy arrays or tensors, "
+        f"{_say(where)}: a {type(value).__module__}.{type(value).__qualname__} can't be stored as plain "
+        f"data; give numbers, strings, bytes, lists, tuples, dicts, sets, NumPy arrays or tensors, "
         f"or leave it out of the state"
     )
 
 
-def _encode_numpy(value: Any, where: str, depth: int, ordered: bool) -> Any:
+def _encode_numpy(value: Any, where: Where, depth: int, ordered: bool) -> Any:
     import numpy as np
 
     if isinstance(value, np.ndarray):
         if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
-            raise StateError(f"{where}: a NumPy array of {value.dtype} can't be stored; use a plain dtype")
+            raise StateError(
+                f"{_say(where)}: a NumPy array of {value.dtype} can't be stored; use a plain dtype"
+            )
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"$array": [value.dtype.str, list(value.shape), data]}
     item = value.item()
@@ -141,7 +166,7 @@ def _encode_numpy(value: Any, where: str, depth: int, ordered: bool) -> Any:
         isinstance(value, np.datetime64 | np.timedelta64) and isinstance(item, int)
     ):
         raise StateError(
-            f"{where}: a NumPy {type(value).__name__} has no exact form in Python; convert it first"
+            f"{_say(where)}: a NumPy {type(value).__name__} has no exact form in Python; convert it first"
         )
     return _encode(item, where, depth + 1, ordered)
 
