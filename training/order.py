@@ -17,7 +17,7 @@ def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
     Built on the raw stream of Philox, which NumPy promises never to change, and a stable sort.
     """
-    keys = np.random.Philox(key=[seed & WORD, epoch & WORD]).random_raw(size)
+    keys = np.random.Philox(key=(epoch & WORD) << 64 | seed & WORD).random_raw(size)
     order = np.argsort(keys, kind="stable")
     order.flags.writeable = False
     return order

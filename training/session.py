@@ -14,6 +14,7 @@ from ckpt.manager import CheckpointManager
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.launches import record_end
+from ckpt.policies import KeepLast
 from ckpt.run import open_run
 from training import device as devices
 from training import hyper, rng
@@ -131,10 +132,9 @@ class Session:
         finished = self._loop.run()
         step = self.progress.step
         grace = None if finished else self._stop.left(float(self._trainer["stop_grace_s"]))
-        late = self._close(step if step > first else None, grace)
+        self._manager.close(final_step=step, save=step > first, timeout=grace)
         self._loop.metrics.close()
-        outcome = FINISHED if finished else self._stop.outcome
-        self.ended(outcome, late or (None if finished else self._stop.reason))
+        self.ended(FINISHED if finished else self._stop.outcome, None if finished else self._stop.reason)
 
     def ended(self, outcome: str, cause: str | None) -> None:
         """Record the verdict in the run and tell the flow."""
@@ -169,7 +169,7 @@ class Session:
             open_run(self._job["run_uri"], takeover=self._job["takeover"]),
             state,
             save=build(options["save"]),
-            keep=build(options["keep"]) if options.get("keep") else None,
+            keep=build(options["keep"]) if options.get("keep") else KeepLast(None),
             process_group=process_group,
             config=self._job["saved_config"],
             overrides=self._job["overrides"],
@@ -203,15 +203,6 @@ class Session:
         for line in hyper.apply_changes(optimizer, configured, saved, self._config["optim"]):
             self.say(line)
         self._control.event("restored", step=parent.step, attempt=parent.attempt, seconds=seconds)
-
-    def _close(self, final_step: int | None, timeout: float | None) -> str | None:
-        """Commit the last step, in ``timeout`` seconds; returns what was left to the writer."""
-        assert self._manager is not None
-        try:
-            self._manager.close(final_step=final_step, timeout=timeout)
-        except TimeoutError as error:
-            return str(error)
-        return None
 
     def _spool(self) -> Path | None:
         tracking = self._config.get("tracking") or {}

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -85,16 +86,25 @@ class WorkerPool:
 
     def _lost(self, place: int) -> RuntimeError:
         pid = self.pids[place]
-        try:
-            _, status = os.waitpid(pid, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status)
-        except ChildProcessError:
-            code = 0
+        code = _exit_code(pid)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return RuntimeError(
             f"data worker {place} (pid {pid}) {how}; "
             "if memory ran out, lower trainer.workers or trainer.batch_size"
         )
+
+
+def _exit_code(pid: int) -> int:
+    """The exit code of a child that is about to end (negative: a signal), killing it after a second."""
+    deadline = time.monotonic() + 1.0
+    try:
+        while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return 0
 
 
 def pack(batch: Mapping[str, Tensor]) -> tuple[list[list[object]], bytes]:
