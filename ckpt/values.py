@@ -93,17 +93,19 @@ def _encode_mapping(value: Mapping[Any, Any], where: Where, depth: int, ordered:
         pairs = list(value.items())
     except Exception as error:
         raise StateError(f"{_say(where)}: its items can't be read ({error})") from error
-    encoded = []
-    for key, item in pairs:
-        plain_key = key if type(key) is str else _encode(key, (where, _Key(key)), depth + 1, ordered)
-        encoded.append((plain_key, _encode(item, (where, key), depth + 1, ordered)))
-    keys = [key for key, _ in encoded]
-    if len({repr(key) for key in keys}) != len(keys):
+    keys = [
+        key if type(key) is str else _encode(key, (where, _Key(key)), depth + 1, ordered) for key, _ in pairs
+    ]
+    items = [
+        item if type(item) in _AS_THEY_ARE else _encode(item, (where, key), depth + 1, ordered)
+        for key, item in pairs
+    ]
+    strings = all(type(key) is str for key in keys)
+    if len(set(keys) if strings else {repr(key) for key in keys}) != len(keys):
         raise StateError(f"{_say(where)}: two of its keys are the same once made plain")
-    plain = all(type(key) is str and not key.startswith("$") for key in keys)
-    if plain and (not ordered or keys == sorted(keys)):
-        return dict(encoded)
-    return {"$dict": [[key, item] for key, item in encoded]}
+    if strings and not any(key.startswith("$") for key in keys) and (not ordered or keys == sorted(keys)):
+        return dict(zip(keys, items, strict=True))
+    return {"$dict": [[key, item] for key, item in zip(keys, items, strict=True)]}
 
 
 def _encode_rarer(value: Any, where: Where, depth: int, ordered: bool) -> Any:
