@@ -34,10 +34,10 @@ class ShardFile:
         self.path = path
         self.size = size
         self._say = say
-        point("open", path)
         self.direct = direct and path.parent.stat().st_dev not in _buffered_devices
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
+            point("open", path)
             self._fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o666)
         except OSError as error:
             if not self.direct or error.errno not in _REFUSALS:
@@ -55,10 +55,10 @@ class ShardFile:
 
     def write(self, block: memoryview, offset: int) -> None:
         """Write `block` (whole pages, from page-aligned memory) at the page-aligned `offset`, all of it."""
-        point("pwrite", self.path)
         done = 0
         while done < len(block):
             try:
+                point("pwrite", self.path)
                 done += os.pwrite(self._fd, block[done:], offset + done)
             except OSError as error:
                 if not self.direct or error.errno not in _REFUSALS:

@@ -25,7 +25,7 @@ from ckpt.writer.words import LastWords
 if TYPE_CHECKING:
     from ckpt.writer.lead import Lead
 
-_LAST_GRACE_S = 10.0
+_LAST_GRACE_S = 5.0
 
 
 class Writer:
