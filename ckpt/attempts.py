@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +14,18 @@ from ckpt.planning import Plan
 from ckpt.stats import SaveCosts
 
 
+def _utc_now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+
+
 @dataclass(eq=False)
 class Attempt:
     """Written by the training thread until it is handed over, then by the staging and the settling thread.
 
-    movable: the optimizer may move (on CUDA after `Stage.join_device`). staged: nothing reads the live state any
-    more. done: it has ended and its slot is free. problem: why it can't be committed, with its kind in front:
-    "failed", "changed" (the state, while it was copied) or "replan" (the structure, before).
+    movable: the optimizer may move (on CUDA after `Stage.join_device`). staged: nothing reads the
+    live state any more. done: it has ended and its slot is free. problem: why it can't be
+    committed, with its kind in front: "failed", "changed" (the state, while it was copied) or
+    "replan" (the structure, before).
     """
 
     name: str
@@ -27,7 +34,9 @@ class Attempt:
     plan: Plan | None = None
     part: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    lead: Callable[[], dict[str, Any]] | None = None
     taken: Taken | None = None
+    created: str = field(default_factory=_utc_now)
     begun: float = field(default_factory=time.monotonic)
     stall_s: float = 0.0
     join_s: float = 0.0

@@ -33,7 +33,9 @@ def check_memory(needed: int, available: int | None = None) -> Verdict:
 
 
 def check_disk(store: Store, one: int, kept: int | None) -> Verdict:
-    """Whether checkpoints of `one` byte size each fit beside what is there; `kept` of them stay (None: all)."""
+    """Whether checkpoints of `one` byte size each fit beside what is there; `kept` of them stay (None:
+    all).
+    """
     free = free_disk(store)
     if free is None or one <= 0:
         return Verdict(None, None)
@@ -120,7 +122,9 @@ def _left(limit: Path, used: Path, stat: Path) -> int | None:
 
 
 def estimate(state: dict[str, Any]) -> int:
-    """Bytes that the state will take once the optimizers have run: tensors now, and Adam's moments to come."""
+    """Bytes that the state will take once the optimizers have run: tensors now, and Adam's moments to
+    come.
+    """
     from torch import nn
     from torch.optim import Optimizer
 

@@ -1,139 +1,29 @@
-"""How the ranks of one launch agree: rank 0 decides, one step ahead, and every other fact reaches it as a report.
+"""The ranks of a process group as a team: agreement through a key-value store that rank 0 serves.
 
-All of it goes through a key-value store of our own that rank 0 serves, one client per thread: a rank that is slow or
-fails makes one save void, where a collective that times out would break its group for good. `Solo` is the same for
-one process, without any of it.
+One client per thread, and a deadline for every wait: a rank that is slow or fails makes one save
+void, where a collective that times out would break its group for good.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import StorageError
+from ckpt.team import Decision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-OK = "ok"
 _POLL_S = 0.2
 _KEPT = 256
-
-
-class Decision(NamedTuple):
-    """What all ranks do at one call of `step`.
-
-    token: begin a save whose attempt's name ends so. replan: look at the state's structure anew first. stop: stop
-    training after this step. error: raise this.
-    """
-
-    token: str | None = None
-    replan: bool = False
-    stop: bool = False
-    error: str | None = None
-
-
-class Team(Protocol):
-    """The ranks of a launch, as seen by one of them."""
-
-    rank: int
-    world_size: int
-    group: ProcessGroup | None
-
-    def decide(self, call: int, now: Callable[[], Decision], ahead: Callable[[], Decision]) -> Decision:
-        """The decision for call number `call`; `now` and `ahead` (for the next call) are asked on rank 0 only."""
-
-    def share(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returned on rank 0 (plain JSON), on every rank; `name` is unique within the launch."""
-
-    def ask_stop(self) -> None:
-        """Let rank 0 know that this rank was asked to stop. Safe in a signal handler."""
-
-    def stop_asked(self) -> bool:
-        """Rank 0: whether any rank was asked to stop."""
-
-    def report(self, attempt: str, text: str) -> None:
-        """Tell rank 0 how an attempt went here: `OK` or what went wrong."""
-
-    def reports(self, attempt: str) -> dict[int, str]:
-        """Rank 0: the reports so far."""
-
-    def publish_verdict(self, attempt: str, text: str) -> None:
-        """Rank 0: tell all ranks how an attempt ended."""
-
-    def verdict(self, attempt: str) -> str | None:
-        """How rank 0 says an attempt ended, None if it has not said so yet."""
-
-    def release(self, attempt: str) -> None:
-        """This rank has cleared an attempt away and could begin another."""
-
-    def released(self, attempt: str) -> bool:
-        """Rank 0: whether all ranks have."""
-
-    def close(self) -> None:
-        """Leave the team."""
-
-
-class Solo:
-    """A team of one."""
-
-    rank = 0
-    world_size = 1
-    group = None
-
-    def __init__(self) -> None:
-        self._stop = False
-        self._reports: dict[str, str] = {}
-        self._verdicts: dict[str, str] = {}
-
-    def decide(self, call: int, now: Callable[[], Decision], ahead: Callable[[], Decision]) -> Decision:
-        """Decide now."""
-        return now()
-
-    def share(self, name: str, make: Callable[[], Any]) -> Any:
-        """Nobody to share with."""
-        return make()
-
-    def ask_stop(self) -> None:
-        """Remember it."""
-        self._stop = True
-
-    def stop_asked(self) -> bool:
-        """Whether it was asked for."""
-        return self._stop
-
-    def report(self, attempt: str, text: str) -> None:
-        """Remember it."""
-        self._reports[attempt] = text
-
-    def reports(self, attempt: str) -> dict[int, str]:
-        """The own report, if any."""
-        return {0: self._reports[attempt]} if attempt in self._reports else {}
-
-    def publish_verdict(self, attempt: str, text: str) -> None:
-        """Remember it."""
-        self._verdicts[attempt] = text
-
-    def verdict(self, attempt: str) -> str | None:
-        """The own verdict."""
-        return self._verdicts.get(attempt)
-
-    def release(self, attempt: str) -> None:
-        """Forget the attempt."""
-        self._reports.pop(attempt, None)
-        self._verdicts.pop(attempt, None)
-
-    def released(self, attempt: str) -> bool:
-        """Always: there is nobody else."""
-        return True
-
-    def close(self) -> None:
-        """Nothing to leave."""
 
 
 class Group:
@@ -148,7 +38,7 @@ class Group:
         self.world_size = len(ranks)
         self._timeout_s = timeout_s
         # Planning's collectives never share a group with training's, which run on another thread.
-        self.group = dist.new_group(
+        self.group: ProcessGroup | None = dist.new_group(
             ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
         )
         self._server: Any = None
@@ -167,7 +57,6 @@ class Group:
         self._stop_told = False
         self._lost: str | None = None
         self._closing = False
-        self._calls = 0
         work = self._publish if self.rank == 0 else self._listen
         self._thread = threading.Thread(target=work, name="ckpt-decisions", daemon=True)
         self._thread.start()
@@ -183,7 +72,6 @@ class Group:
 
     def decide(self, call: int, now: Callable[[], Decision], ahead: Callable[[], Decision]) -> Decision:
         """Rank 0 publishes the next call's decision; the others usually have this call's already."""
-        self._calls = call
         if self.rank == 0:
             decision = self._ahead
             if call == 0:
@@ -197,9 +85,10 @@ class Group:
             while call not in self._decided:
                 left = deadline - time.monotonic()
                 if self._lost or left <= 0:
+                    cause = self._lost or f"no answer in {self._timeout_s:g} s"
                     raise StorageError(
-                        f"rank {self.rank} heard nothing of rank 0 at call {call} of step(): "
-                        f"{self._lost or f'no answer in {self._timeout_s:g} s'}. All ranks have to call step()"
+                        f"rank {self.rank} heard nothing of rank 0 at call {call} of step(): {cause}. "
+                        "All ranks have to call step()"
                     )
                 self._arrived.wait(left)
             return self._decided.pop(call)
@@ -296,6 +185,8 @@ class Group:
                     self._stop_told = True
                 client.wait([f"d/{call}"], timedelta(seconds=_POLL_S))
                 decision = Decision(*json.loads(client.get(f"d/{call}")))
+                # JSON has no tuples.
+                decision = decision._replace(error=decision.error and (decision.error[0], decision.error[1]))
             except Exception as error:
                 if "timeout" in str(error).lower() or "timed out" in str(error).lower():
                     continue
@@ -310,7 +201,4 @@ class Group:
 
 
 def _own_address() -> str:
-    import os
-    import socket
-
     return os.environ.get("MASTER_ADDR") or socket.gethostname()

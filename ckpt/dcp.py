@@ -30,9 +30,9 @@ class Piece:
 def plan_pieces(tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> list[Piece]:
     """The pieces that this rank writes of a flat state.
 
-    With a group this is a collective over it: all ranks call it at the same point of their save sequence, with no
-    other collective on `group` under way. Replicated tensors are written once, spread over the ranks that hold them.
-    Raises StateError if the ranks' states don't fit together.
+    With a group this is a collective over it: all ranks call it at the same point of their save
+    sequence, with no other collective on `group` under way. Replicated tensors are written once,
+    spread over the ranks that hold them. Raises StateError if the ranks' states don't fit together.
     """
     if group is not None:
         return _plan_together(tensors, group)
@@ -78,6 +78,8 @@ def _plan_together(tensors: Mapping[str, Tensor], group: ProcessGroup) -> list[P
 
 
 def refresh(piece: Piece, tensor: Tensor) -> Tensor:
-    """The memory of a planned piece in the tensor that took its predecessor's place; same shape and placement."""
+    """The memory of a planned piece in the tensor that took its predecessor's place; same shape and
+    placement.
+    """
     source = local_part(tensor)
     return source.view(piece.slice.shape) if source.shape != piece.slice.shape else source

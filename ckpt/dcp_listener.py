@@ -25,7 +25,7 @@ class PlanListener(StorageWriter):
     def __init__(self) -> None:
         self.items: list[tuple[Any, Tensor]] = []
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:  # noqa: ARG002
         """Forget what an earlier planning left."""
         self.items = []
 
@@ -51,7 +51,7 @@ class PlanListener(StorageWriter):
         """Nothing is written, so there is nothing to finish."""
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
         """Any id will do: none is used."""
         return True
 

@@ -11,8 +11,8 @@ attribute is named `<entry>/rank-00000` instead of `<entry>`.
 
 Values, by kind of entry:
 
-- module: `{"extra_state": {module fqn: value}, "evaluated": {state_dict key: value}}` (the second
-  for what state_dict hooks add), each only if there is any; no value at all without both.
+- module: `{"extra_state": {module fqn: value}, "evaluated": {fqn: value}}` (the second for what
+  state_dict hooks add), each only if there is any; no value at all without both.
 - optimizer: `{"param_groups": [{option: value}], "state": {parameter fqn: {slot: value}}}`.
   Slots that are tensors are not in "state" (their keys tell), unless a parameter's state nests
   containers (LBFGS): then all of it is. The parameter names of each group are a value of their
@@ -212,7 +212,7 @@ def _flatten_module(
     names: dict[int, tuple[str, str]],
 ) -> None:
     # state_dict decides what is stored (hooks, persistence) and makes FSDP put its shards back in place.
-    stored = root.state_dict(keep_vars=True)
+    stored: Mapping[str, Any] = root.state_dict(keep_vars=True)
     paths = clean_paths(root)
     live: dict[str, tuple[Mapping[str, Any], str, bool]] = {}
     extra: list[tuple[str, nn.Module]] = []
@@ -231,14 +231,15 @@ def _flatten_module(
         for name, child in module._modules.items():
             flat.watch(module._modules, name, child)
     buffers: list[tuple[str, Mapping[str, Any], str]] = []
-    evaluated: list[str] = []
+    evaluated: list[tuple[str, str]] = []
     for raw, value in stored.items():
         holder, name, is_buffer = live.get(raw, ({}, "", False))
         key = f"{prefix}.{clean_key(raw, paths)}"
         if raw.endswith("_extra_state") and not isinstance(value, nn.Parameter):
             continue
-        if not isinstance(value, Tensor) or holder.get(name) is not value:
-            evaluated.append(raw)
+        is_live = holder.get(name) is value
+        if not is_live or not isinstance(value, Tensor):
+            evaluated.append((clean_key(raw, paths), raw))
         elif is_buffer:
             memory = same_memory(value)
             if memory in known and value.numel():
@@ -261,7 +262,7 @@ def _module_source(
     root: nn.Module,
     buffers: list[tuple[str, Mapping[str, Any], str]],
     extra: list[tuple[str, nn.Module]],
-    evaluated: list[str],
+    evaluated: list[tuple[str, str]],
 ) -> Source:
     def source(now: Collected) -> None:
         for key, holder, name in buffers:
@@ -272,7 +273,7 @@ def _module_source(
             values["extra_state"] = extract(got, f"{prefix}.extra_state", now.tensors)
         if evaluated:
             whole = root.state_dict()
-            got = {raw: whole[raw] for raw in evaluated if raw in whole}
+            got = {clean: whole[raw] for clean, raw in evaluated if raw in whole}
             values["evaluated"] = extract(got, f"{prefix}.evaluated", now.tensors)
         if values:
             now.values[prefix] = values

@@ -28,7 +28,9 @@ class Taken(NamedTuple):
 
 
 class Guard:
-    """Fixed sample places over pairs of live memory and its copy in the arena (CPU), equal in shape and dtype."""
+    """Fixed sample places over pairs of live memory and its copy in the arena (CPU), equal in shape
+    and dtype.
+    """
 
     def __init__(self, keys: Sequence[str], sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         """`sources` are live; `copies[i]` is where `sources[i]` is copied to; `keys` name them in reports."""
@@ -56,7 +58,9 @@ class Guard:
         return Taken(samples, list(map(_version, self._versioned)))
 
     def written_to(self, taken: Taken) -> str | None:
-        """The tensor whose version counter moved since `take`, or None; to be asked before the optimizer moves."""
+        """The tensor whose version counter moved since `take`, or None; to be asked before the
+        optimizer moves.
+        """
         versions = list(map(_version, self._versioned))
         if versions == taken.versions:
             return None
@@ -67,7 +71,9 @@ class Guard:
         )
 
     def differs(self, taken: Taken) -> str | None:
-        """The tensor whose copy is not what `take` saw, or None; to be asked when all is copied. May wait for CUDA."""
+        """The tensor whose copy is not what `take` saw, or None; to be asked when all is copied. May
+        wait for CUDA.
+        """
         for sample, places in zip(taken.samples, self._places.values(), strict=True):
             then, now = sample.cpu(), torch.cat([copy for _, _, copy in places])
             if not torch.equal(then, now):

@@ -6,16 +6,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def before_any_optimizer_step(work: Callable[[], None]) -> Callable[[], None]:
     """Call `work` before every `optimizer.step`, compiled ones included; returns what ends that."""
 
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(*_: Any) -> None:
         work()
 
-    # What torch.compile meets here must stay out of its graphs. torch.compiler.disable says so but imports dynamo,
+    # What torch.compile meets here must stay out of its graphs. torch.compiler.disable says so but
+    # imports dynamo,
     # which takes seconds; the mark that it leaves is enough.
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     if "torch._dynamo" in sys.modules:

@@ -40,7 +40,9 @@ def make_plan(number: int, flat: Flat, group: Any) -> Plan:
 
 
 class Arenas:
-    """The arenas of all slots, each made when a plan first needs it and made anew when one needs more or far less."""
+    """The arenas of all slots, each made when a plan first needs it and made anew when one needs more
+    or far less.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -41,7 +41,7 @@ class KeepPolicy(Protocol):
     """Decides which checkpoints stay."""
 
     def keep(self, history: Sequence[Fact]) -> set[str]:
-        """The attempt names to keep out of the run's whole history of commits."""
+        """The attempt names to keep out of the run's whole history of commits, newest first by lineage."""
 
 
 def _positive(name: str, value: float) -> None:
@@ -142,11 +142,6 @@ class Continuous:
         return not now.in_flight and now.since_last_s >= self.min_s
 
 
-def _by_lineage(history: Sequence[Fact]) -> list[Fact]:
-    """Newest first: a later launch outranks an earlier one that got further, never a clock."""
-    return sorted(history, key=lambda fact: (fact.launch, fact.step), reverse=True)
-
-
 @dataclass(frozen=True)
 class KeepLast:
     """The newest `n`; None or -1 keeps all."""
@@ -165,7 +160,7 @@ class KeepLast:
     def keep(self, history: Sequence[Fact]) -> set[str]:
         """The attempt names of the newest `n`."""
         n = None if self.n in (None, -1) else self.n
-        return {fact.attempt for fact in _by_lineage(history)[:n]}
+        return {fact.attempt for fact in history[:n]}
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
-"""Carries attempts from the training thread to storage: plans and stages in one thread, settles them in another.
+"""Carries attempts from the training thread to storage: plans and stages in one thread, settles them
+in another.
 
-The training thread calls `prepare`, `begin` and `join`; everything else happens here in the background. An attempt
-ends with a verdict that all ranks share: committed, or void with its first cause.
+The training thread calls `prepare`, `begin` and `join`; everything else happens here in the
+background. An attempt ends with a verdict that all ranks share: committed, or void with its first
+cause.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import queue
 import threading
 import time
@@ -16,12 +17,12 @@ from typing import Any
 
 from ckpt import faults
 from ckpt.attempts import Attempt
-from ckpt.coordinate import Team
 from ckpt.errors import CheckpointError, StateError, StorageError
 from ckpt.flatten import flatten
 from ckpt.planning import Arenas, Plan, make_plan
 from ckpt.settling import Settler
 from ckpt.staging import Stage
+from ckpt.team import Team
 from ckpt.values import encode
 
 
@@ -87,40 +88,58 @@ class Saver:
 
         self._jobs.put(job)
 
+    def check(self) -> None:
+        """Raise StateError or StorageError if planning has failed in the background."""
+        if self._plan is not None and self._plan.done():
+            self._result()
+
     def begin(
-        self, name: str, step: int, slot: int, metrics: Mapping[str, Any], lead: Mapping[str, Any] | None
+        self,
+        name: str,
+        step: int,
+        slot: int,
+        metrics: Mapping[str, Any],
+        lead: Callable[[], dict[str, Any]] | None,
     ) -> Attempt:
         """Begin to save the state as it is now; returns once training may go on.
 
-        Raises StateError for a state that can't be stored, StorageError if planning failed; no attempt exists then.
+        `lead` makes what rank 0 adds to its part; it is called in the background. Raises StateError
+        for a state that can't be stored, StorageError if planning failed; the attempt is void then.
         """
         start = time.perf_counter()
-        attempt = Attempt(name, step, slot, metrics=dict(metrics))
-        plan, now = self._current_plan(attempt)
-        if plan is not None:
-            stage = plan.stages[slot]
-            if self._pointers_move and not stage.refresh():
-                attempt.go_wrong("replan", "a tensor has another shape or dtype than planned")
-            values = {entry: encode(value, entry) for entry, value in now.values.items()}
-            attempt.taken = stage.copy_at_call(now.tensors)
-            attempt.plan = plan
-            attempt.bytes = plan.layout.size
-            attempt.part = {
-                "rank": self._team.rank,
-                "world_size": self._team.world_size,
-                "attempt": name,
-                "step": step,
-                "aliases": plan.flat.aliases,
-                "values": plan.static | values,
-                "lead": {**lead, "created": _utc_now(), "metrics": dict(metrics)}
-                if lead is not None
-                else None,
-            }
+        attempt = Attempt(name, step, slot, metrics=dict(metrics), lead=lead)
+        self._staging = [a for a in self._staging if not a.staged.is_set()]
+        try:
+            self._capture(attempt)
+        except BaseException as error:
+            attempt.go_wrong("failed", str(error))
+            attempt.movable.set()
+            attempt.staged.set()
+            self._settler.add(attempt)
+            raise
         self._settler.add(attempt)
         self._staging.append(attempt)
         self._jobs.put(lambda: self._stage(attempt))
         attempt.stall_s = time.perf_counter() - start
         return attempt
+
+    def _capture(self, attempt: Attempt) -> None:
+        plan, now = self._current_plan(attempt)
+        if plan is None:
+            return
+        values = {entry: encode(value, entry) for entry, value in now.values.items()}
+        attempt.taken = plan.stages[attempt.slot].copy_at_call(now.tensors)
+        attempt.plan = plan
+        attempt.bytes = plan.layout.size
+        attempt.part = {
+            "rank": self._team.rank,
+            "world_size": self._team.world_size,
+            "attempt": attempt.name,
+            "step": attempt.step,
+            "aliases": plan.flat.aliases,
+            "values": plan.static | values,
+            "lead": None,
+        }
 
     def join(self) -> float:
         """Return when the optimizer may move; the seconds that took."""
@@ -158,12 +177,15 @@ class Saver:
                 self._settler.writer.attach(arena, slot)
 
     def _current_plan(self, attempt: Attempt) -> tuple[Plan | None, Any]:
-        """The plan of the state as it is now, and what was collected by it; None if the ranks have to plan first."""
+        """The plan of the state as it is now, and what was collected by it; None if the ranks have to
+        plan first.
+        """
         for _ in range(3):
             if self._plan is None:
                 self.prepare()
             plan = self._result()
-            if plan.flat.same_structure():
+            stage = plan.stages[attempt.slot]
+            if plan.flat.same_structure() and (not self._pointers_move or stage.refresh()):
                 now = plan.flat.collect()
                 if plan.flat.fits(now):
                     return plan, now
@@ -232,10 +254,11 @@ class Saver:
         attempt.stage_s = time.perf_counter() - begun
         if attempt.problem is None:
             faults.point("seal", attempt.name)
-            if attempt.part["lead"] is not None:
-                attempt.part["lead"]["costs"] = {"stall_s": attempt.stall_s, "stage_s": attempt.stage_s}
+            if attempt.lead is not None:
+                costs = {"stall_s": attempt.stall_s, "stage_s": attempt.stage_s}
+                attempt.part["lead"] = attempt.lead() | {
+                    "created": attempt.created,
+                    "metrics": attempt.metrics,
+                    "costs": costs,
+                }
             writer.seal(self._settler.identity | attempt.part)
-
-
-def _utc_now() -> str:
-    return dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,6 @@
-"""Follows attempts from the writer's reports to the verdict, in a background thread; on rank 0 also commits and prunes."""
+"""Follows attempts from the writer's reports to the verdict, in a background thread; on rank 0 also
+commits and prunes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt.attempts import Attempt
-from ckpt.coordinate import OK, Team
 from ckpt.errors import StorageError
 from ckpt.stats import Tally
+from ckpt.team import OK, Team
 from ckpt.writer.client import WriterClient
 from ckpt.writer.events import Committed, Durable, Event, Exited, Failed, FencedOff, Notice, Pruned
 
@@ -19,10 +21,13 @@ COMMITTED = "committed"
 _BUSY_S = 0.01
 _IDLE_S = 0.5
 _PATIENCE = 3
+_RESTART_S = 5.0
 
 
 class Settler:
-    """The writer process of this rank and the attempts in flight there. Methods may be called from any thread."""
+    """The writer process of this rank and the attempts in flight there. Methods may be called from any
+    thread.
+    """
 
     def __init__(
         self,
@@ -38,14 +43,16 @@ class Settler:
         restarted: Callable[[], None],
         step_now: Callable[[], int],
     ) -> None:
-        """`committed` is told of each commit and returns the attempts to prune; `restarted` that a new writer runs."""
+        """`committed` is told of each commit and returns the attempts to prune; `restarted` that a new
+        writer runs.
+        """
         self.identity = identity
         self.writer = start_writer()
         self.fenced: str | None = None
-        self.failures: list[str] = []
+        self.last_failure = ""
         self.bad_in_a_row = 0
         self.retry = False
-        self.replan = False
+        self._replan = False
         self.last_committed_step: int | None = None
         self._team = team
         self._start_writer = start_writer
@@ -56,6 +63,7 @@ class Settler:
         self._on_commit = committed
         self._on_restart = restarted
         self._step_now = step_now
+        self._no_restart_before = 0.0
         self._beaten, self._beaten_at = -1, 0.0
         self._attempts: list[Attempt] = []
         self._changed = threading.Condition()
@@ -69,6 +77,11 @@ class Settler:
             self._attempts.append(attempt)
         self._tally.add(begun=1, backlog=1)
         self._tell({"state": "begun", "step": attempt.step, "attempt": attempt.name, "bytes": attempt.bytes})
+
+    def take_replan(self) -> bool:
+        """Whether the last verdicts ask for the state's structure to be looked at anew; asks once."""
+        wanted, self._replan = self._replan, False
+        return wanted
 
     def in_flight(self) -> list[Attempt]:
         """The attempts that have not ended."""
@@ -117,6 +130,8 @@ class Settler:
                 event = self.writer.next_event(_BUSY_S if busy else _IDLE_S)
                 if event is not None:
                     self._hear(event)
+                if not self.writer.alive:
+                    self._restart_writer()
                 for attempt in self.in_flight():
                     self._advance(attempt)
                 self._beat()
@@ -133,7 +148,8 @@ class Settler:
             for warning in event.warnings:
                 self._say(f"pruning: {warning}")
         elif isinstance(event, Exited):
-            self._restart_writer(event.reason)
+            for attempt in self.in_flight():
+                attempt.go_wrong("failed", f"the writer process ended: {event.reason}")
         elif named is None:
             return
         elif isinstance(event, Durable):
@@ -147,13 +163,13 @@ class Settler:
             self.fenced = event.by
             named.go_wrong("failed", event.by)
 
-    def _restart_writer(self, reason: str) -> None:
-        for attempt in self.in_flight():
-            attempt.go_wrong("failed", f"the writer process ended: {reason}")
-        if not self._closing:
-            self._say(f"the writer process ended ({reason}): starting another one")
-            self.writer = self._start_writer()
-            self._on_restart()
+    def _restart_writer(self) -> None:
+        if self._closing or time.monotonic() < self._no_restart_before:
+            return
+        self._no_restart_before = time.monotonic() + _RESTART_S
+        self._say("the writer process has ended: starting another one")
+        self.writer = self._start_writer()
+        self._on_restart()
 
     def _advance(self, attempt: Attempt) -> None:
         ended = attempt.problem is not None and attempt.staged.is_set()
@@ -206,7 +222,8 @@ class Settler:
                 self.writer.commit(attempt.name, self._team.world_size)
         elif attempt.durable_at and time.monotonic() - attempt.durable_at > self._rank_timeout_s:
             missing = sorted(set(range(self._team.world_size)) - reports.keys())
-            verdict = f"failed: rank {', '.join(map(str, missing))} was not done {self._rank_timeout_s:g} s after rank 0"
+            late = f"{', '.join(map(str, missing))} was not done {self._rank_timeout_s:g} s after rank 0"
+            verdict = f"failed: rank {late}"
         if verdict is not None:
             attempt.verdict_at = time.monotonic()
             self._team.publish_verdict(attempt.name, verdict)
@@ -222,11 +239,13 @@ class Settler:
             if doomed:
                 self.writer.prune(doomed)
         else:
-            self.retry = True
-            self.replan = self.replan or kind == "replan" or "moved to other memory" in cause
+            # What could not be written waits for the policy; what only came at a bad moment is tried again.
+            self.retry = self.retry or kind != "failed"
+            self._replan = self._replan or kind == "replan"
             if kind != "replan":
                 self.bad_in_a_row += 1
-                self.failures.append(f"the save of step {attempt.step} {_WORDS.get(kind, 'failed')}: {cause}")
+                ended = "failed" if kind == "failed" else "was given up"
+                self.last_failure = f"the save of step {attempt.step} {ended}: {cause}"
             self._tally.add(backlog=-1, **{"failed" if kind == "failed" else "voided": 1})
         with self._changed:
             self._attempts = [a for a in self._attempts if a is not attempt]
@@ -258,6 +277,3 @@ class Settler:
             self._beaten, self._beaten_at = step, now
             with contextlib.suppress(StorageError):
                 self.writer.beat_phase(step)
-
-
-_WORDS = {"failed": "failed", "changed": "was given up", "replan": "was given up"}

@@ -1,8 +1,9 @@
 """Copies a state into its arena: what may change at any time at the call, the rest in the background.
 
-A `Stage` ties one plan to one arena. On CPU the background copy is a few `_foreach_copy_` calls, each of which
-advances the watermark. On CUDA the arena is pinned, the copies run on a side stream that waits for the compute
-stream's state at the call, and training's stream waits for them before the optimizer moves.
+A `Stage` ties one plan to one arena. On CPU the background copy is a few `_foreach_copy_` calls,
+each of which advances the watermark. On CUDA the arena is pinned, the copies run on a side stream
+that waits for the compute stream's state at the call, and training's stream waits for them before
+the optimizer moves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _pointer = Tensor.data_ptr
 
 
 class Stage:
-    """One plan over one arena. `copy_at_call` belongs to the training thread, `copy_rest` to the background."""
+    """One plan over one arena. `copy_at_call` belongs to the training thread, `copy_rest` to the
+    background.
+    """
 
     def __init__(self, flat: Flat, pieces: Sequence[Piece], layout: ShardLayout, arena: Arena) -> None:
         """`arena` has to hold `layout.size` bytes and stays the caller's; nothing is copied yet."""
@@ -74,7 +77,8 @@ class Stage:
     def copy_rest(self, progress: Callable[[int], None], queued: Callable[[], None]) -> None:
         """Copy everything else, calling `progress(bytes staged from the start)` as it grows.
 
-        `queued` is called once training's optimizer may move, provided that it goes through `join_device` first.
+        `queued` is called once training's optimizer may move, provided that it goes through
+        `join_device` first.
         """
         faults.point("stage", "begin")
         if self._cuda is not None:
@@ -101,7 +105,9 @@ class Stage:
         return None
 
     def live_complaint(self, taken: Taken) -> str | None:
-        """Why the live state is not that of the call any more, or None. To be asked before the optimizer moves."""
+        """Why the live state is not that of the call any more, or None. To be asked before the
+        optimizer moves.
+        """
         if key := self.moved():
             return f"{key} moved to other memory while it was copied"
         if key := self._guard.written_to(taken):

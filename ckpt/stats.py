@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 class SaveCosts:
     """One save. Seconds unless said otherwise.
 
-    stall_s: the training thread inside the call. join_s: waits before an optimizer step. stage_s: copying in the
-    background. persist_s: the writer's time. durable_s: from the call until it was committed. bytes: of this
-    rank's shard.
+    stall_s: the training thread inside the call. join_s: waits before an optimizer step. stage_s:
+    copying in the background. persist_s: the writer's time. durable_s: from the call until it was
+    committed. bytes: of this rank's shard.
     """
 
     step: int
@@ -29,9 +29,9 @@ class SaveCosts:
 class SaveStats:
     """All saves of this launch: sums of their costs, and counts.
 
-    begun = committed + failed + voided + backlog. failed: could not be written. voided: the state changed while it
-    was copied, or the ranks could not go together. skipped: due while none of the slots was free. last: the last
-    committed one.
+    begun = committed + failed + voided + backlog. failed: could not be written. voided: the state
+    changed while it was copied, or the ranks could not go together. skipped: due while none of the
+    slots was free. last: the last committed one.
     """
 
     begun: int = 0
