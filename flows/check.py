@@ -1,4 +1,5 @@
-"""Check a composed config before anything is made from it: nothing missing, nothing unknown, nothing of a wrong kind."""
+"""Check a composed config before anything is made from it: nothing missing, nothing unknown, nothing of a
+wrong kind."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def resolve(tree: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Plain values of an OmegaConf tree, and the keys whose value came from the environment, with their text.
 
     ConfigError lists every value that is missing (`???`), every environment variable that isn't set, every
-    ${hydra:...} (which means nothing outside Hydra's own launcher) and every interpolation that leads nowhere.
+    ${hydra:...} (which means nothing outside Hydra's own launcher) and every interpolation that leads
+    nowhere.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -112,7 +114,8 @@ def _check_node(node: dict[str, Any], dotted: str, schema: type) -> Iterator[str
 
 def _check_target(node: Any, dotted: str) -> Iterator[str]:
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        yield f"{dotted} needs a _target_, the full name of what makes it: choose {dotted.replace('.', '/')}=..."
+        group = dotted.replace(".", "/")
+        yield f"{dotted} needs a _target_, the full name of what makes it: choose {group}=..."
         return
     try:
         found = signature(node["_target_"])
@@ -161,7 +164,8 @@ def _check_value(value: Any, where: str, kind: str) -> Iterator[str]:
 
 
 def _fits(value: Any, kind: ast.expr) -> bool:
-    """Whether a plain value may stand for an annotation; annotations that aren't plain kinds take anything."""
+    """Whether a plain value may stand for an annotation; annotations that aren't plain kinds take
+    anything."""
     if isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
         return _fits(value, kind.left) or _fits(value, kind.right)
     if isinstance(kind, ast.Constant):

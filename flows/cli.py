@@ -1,12 +1,14 @@
-"""The command lines of the flows: what is typed, the order in which things start, and what is returned to the shell.
+"""The command lines of the flows: what is typed, the order in which things start, and what is returned to
+the shell.
 
-The ranks are started first, then Prefect's server, and only then is Prefect imported: they need seconds each, and none
-needs the others for its start.
+The ranks are started first, then Prefect's server, and only then is Prefect imported: they need seconds
+each, and none needs the others for its start.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from ckpt.errors import CheckpointError
 from flows import overrides as ov
 from flows import plan as planning
 from flows import prefect_home, summary
-from flows.config import load, register_resolvers
+from flows.config import compose, load, register_resolvers
 from flows.interrupts import EXIT_CODE, Interrupts
 from flows.names import new_name
 from flows.overrides import ConfigError
@@ -47,8 +49,6 @@ def process_start() -> float:
     """When this process was started, on the monotonic clock."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     now = float(Path("/proc/uptime").read_text().split()[0])
-    import os
-
     return time.monotonic() - max(0.0, now - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -86,8 +86,11 @@ def _hydra(name: str, args: list[str]) -> int:
     values = {i + 1 for i in flags if args[i] in ("--cfg", "-c", "--info", "-i", "--package", "-p")}
     words = [i for i in range(len(args)) if i not in flags and i not in values]
     texts = [args[i] for i in words]
-    if name != "train" and "--cfg" in args:
-        texts = _with_saved(texts, planning.RESUME_OPTIONS if name == "resume" else planning.EVALUATE_OPTIONS)
+    if "--cfg" in args or "-c" in args:
+        if name != "train":
+            options = planning.RESUME_OPTIONS if name == "resume" else planning.EVALUATE_OPTIONS
+            texts = _with_saved(texts, options)
+        compose(name, ov.normalise(texts))
     sys.argv = [sys.argv[0], *(args[i] for i in sorted({*flags, *values})), *ov.normalise(texts)]
     register_resolvers()
 

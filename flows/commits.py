@@ -1,7 +1,7 @@
 """What happens to a commit: it is pinned, verified and registered, each in a Prefect task of its own.
 
-Nothing here holds training. What has been done is derived by comparing storage with MLflow, so that a flow which
-starts again after any crash catches up, and doing it twice changes nothing.
+Nothing here holds training. What has been done is derived by comparing storage with MLflow, so that a flow
+which starts again after any crash catches up, and doing it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class _Handled:
 class Commits:
     """Follows a run's commits: `look` submits what has to be done next, `settle` waits for all of it.
 
-    `say` gets one line for each failure. All calls come from the flow's main thread, where tasks are submitted.
+    `say` gets one line for each failure. All calls come from the flow's main thread, where tasks are
+    submitted.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
@@ -87,14 +88,16 @@ class Commits:
         self.bad: list[str] = []
 
     def look(self) -> None:
-        """Submit tasks for every commit that has not been looked at, oldest first, and for those that can go on."""
+        """Submit tasks for every commit that has not been looked at, oldest first, and for those that can go
+        on."""
         for checkpoint in reversed(checkpoints(self._plan.run.uri)):
             if checkpoint.attempt not in self._known and self._wanted(checkpoint):
                 self._begin(checkpoint)
         self._handled = [h for h in self._handled if self._advance(h)]
 
     def settle(self, seconds: float = SETTLE_S) -> None:
-        """Look once more, and wait for what was submitted; what isn't done by then is named and left to a later flow."""
+        """Look once more, and wait for what was submitted; what isn't done by then is named and left to a
+        later flow."""
         deadline = time.monotonic() + seconds
         self.look()
         while self._handled and time.monotonic() < deadline:
@@ -104,7 +107,8 @@ class Commits:
             self._say(f"{left.checkpoint.attempt} is not registered yet; the next resume catches up")
 
     def _wanted(self, checkpoint: Checkpoint) -> bool:
-        """Whether there is anything to do. Until MLflow is open it can't be known what is registered already."""
+        """Whether there is anything to do. Until MLflow is open it can't be known what is registered
+        already."""
         if not self._register:
             return True
         if self.tracked is None:
@@ -161,7 +165,8 @@ def _short(error: Any) -> str:
 
 
 def open_tracking(plan: Plan, launch: int, say: Callable[[str], None]) -> Tracked | None:
-    """Open the run's MLflow run, and let the metrics sender send. None, with one line, if MLflow can't be used."""
+    """Open the run's MLflow run, and let the metrics sender send. None, with one line, if MLflow can't be
+    used."""
     if plan.composed.values["tracking"]["uri"] is None:
         return None
     try:

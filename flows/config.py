@@ -36,7 +36,7 @@ def load(name: str, overrides: Sequence[str]) -> Composed:
     from flows import check, secrets
 
     texts = normalise(overrides)
-    tree, choices = _compose(name, texts)
+    tree, choices = compose(name, texts)
     values, hidden = check.resolve(tree)
     check.check(values)
     saved = secrets.redact(values, hidden)
@@ -44,7 +44,8 @@ def load(name: str, overrides: Sequence[str]) -> Composed:
 
 
 def register_resolvers() -> None:
-    """Make ${project_name:} and ${project_dir:} known; they resolve when a config is used, not when it is read."""
+    """Make ${project_name:} and ${project_dir:} known; they resolve when a config is used, not when it is
+    read."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("project_name", project_name, replace=True)
@@ -68,15 +69,16 @@ def _hydra() -> Iterator[None]:
             GlobalHydra.instance().hydra = before
 
 
-def _compose(name: str, overrides: list[str]) -> tuple[Any, dict[str, str | None]]:
-    from hydra import compose
+def compose(name: str, overrides: list[str]) -> tuple[Any, dict[str, str | None]]:
+    """The composed tree, neither resolved nor checked, and the member chosen of each group. ConfigError."""
+    import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
     with _hydra():
         try:
-            tree = compose(name, overrides, return_hydra_config=True)
+            tree = hydra.compose(name, overrides, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
             raise _explained(name, overrides, error) from None
         choices = OmegaConf.to_container(tree.hydra.runtime.choices)
@@ -112,8 +114,8 @@ def _problem(name: str, text: str, overrides: list[str]) -> str | None:
     one = split(text)
     groups = _groups()
     if one.key in groups and not isinstance(parsed.value(), dict):
-        wanted = parsed.value() if isinstance(parsed.value(), list) else [parsed.value()]
-        for choice in wanted:
+        wanted = parsed.value()
+        for choice in wanted if isinstance(wanted, list) else [wanted]:
             if choice is not None and str(choice) not in groups[one.key]:
                 return (
                     f"{text}: group {one.key} has no '{choice}'{nearest(str(choice), groups[one.key])}"
@@ -146,14 +148,14 @@ def _groups() -> dict[str, list[str]]:
 
 def _known_keys(name: str, overrides: list[str]) -> set[str] | None:
     """Dotted keys of the config composed with the given group choices; None if it doesn't compose."""
-    from hydra import compose
+    import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     with _hydra():
         try:
-            tree = OmegaConf.to_container(compose(name, overrides), resolve=False)
+            tree = OmegaConf.to_container(hydra.compose(name, overrides), resolve=False)
         except (HydraException, OmegaConfBaseException):
             return None
     return set(flat_keys(tree))
@@ -175,7 +177,8 @@ def nearest(word: str, candidates: Any) -> str:
 
 
 def nearest_key(key: str, known: set[str]) -> str:
-    """Like `nearest`, for dotted keys: a key of the same node is preferred over one that merely looks alike."""
+    """Like `nearest`, for dotted keys: a key of the same node is preferred over one that merely looks
+    alike."""
     node, _, leaf = key.rpartition(".")
     siblings = {k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == node}
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.55)

@@ -1,4 +1,5 @@
-"""`make run`: train, kill the trainer on purpose, resume, and compare with the same run without a stop, bit for bit.
+"""`make run`: train, kill the trainer on purpose, resume, and compare with the same run without a stop, bit
+for bit.
 
 It stands alone: its own Prefect server and database, MLflow in a file, everything under runs/.
 """

@@ -1,4 +1,5 @@
-"""Ctrl-C at the command line: once saves and stops, twice leaves at once. SIGTERM is Prefect's own business."""
+"""Ctrl-C at the command line: once saves and stops, twice leaves at once. SIGTERM is Prefect's own
+business."""
 
 from __future__ import annotations
 

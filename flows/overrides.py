@@ -1,4 +1,5 @@
-"""Overrides as people type them: what is read as raw text, what is quoted for Hydra's grammar, what is a flag."""
+"""Overrides as people type them: what is read as raw text, what is quoted for Hydra's grammar, what is a
+flag."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# Hydra would make 2026_12_01 an int, 1e3 a float, and fail on unquoted unicode, spaces or `~/x`. These keys hold
-# names and paths: whatever stands after their first `=` is text.
+# Hydra would make 2026_12_01 an int, 1e3 a float, and fail on unquoted unicode, spaces or `~/x`. These keys
+# hold names and paths: whatever stands after their first `=` is text.
 RAW_TEXT = frozenset({"run", "which", "storage.root", "tracking.uri", "tracking.experiment"})
 
 # Nodes that hold whatever is put into them, so that `extra.note=x` needs no `+`.
@@ -25,7 +26,8 @@ class ConfigError(Exception):
 
 
 class Override(NamedTuple):
-    """One override, split at its first `=`. `mode` is "", "+", "++" or "~"; `value` is None for a bare `~key`."""
+    """One override, split at its first `=`. `mode` is "", "+", "++" or "~"; `value` is None for a bare
+    `~key`."""
 
     mode: str
     key: str
@@ -54,7 +56,8 @@ def unquote(value: str) -> str:
 
 
 def quote(value: str) -> str:
-    """`value` as a quoted string of Hydra's grammar: backslashes count only where they precede a quote or the end."""
+    """`value` as a quoted string of Hydra's grammar: backslashes count only where they precede a quote or
+    the end."""
     escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", value)
     tail = "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f"'{escaped}{tail}'"
@@ -63,8 +66,8 @@ def quote(value: str) -> str:
 def normalise(overrides: Iterable[str]) -> list[str]:
     """The same overrides in a form that Hydra's grammar always takes; doing it twice changes nothing.
 
-    Values of RAW_TEXT keys become quoted strings. Other values that Hydra can't parse become quoted strings too,
-    unless they look like a list, a dict or a call, where the grammar's own error says more.
+    Values of RAW_TEXT keys become quoted strings. Other values that Hydra can't parse become quoted strings
+    too, unless they look like a list, a dict or a call, where the grammar's own error says more.
     """
     return [_normal(text) for text in overrides]
 
@@ -147,7 +150,8 @@ def merged(saved: Sequence[str], new: Sequence[str]) -> list[str]:
 
 
 def jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """The runs of a sweep (`-m optim.lr=1e-3,3e-4`): one override list each, in the order Hydra would run them.
+    """The runs of a sweep (`-m optim.lr=1e-3,3e-4`): one override list each, in the order Hydra would run
+    them.
 
     Names are not swept over by Hydra, which would read 1e3 as a number: run=a,b names two runs; one name for
     several runs gets a number behind it.

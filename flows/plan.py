@@ -35,7 +35,8 @@ EVALUATE_OPTIONS = ("run", "which")
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be trained and where. `finished` says that nothing is left to do, `step` how far the run had come.
+    """What will be trained and where. `finished` says that nothing is left to do, `step` how far the run had
+    come.
 
     `notes` are lines a person should see first.
     """
@@ -97,8 +98,8 @@ def registered_name(composed: Composed) -> str:
 def plan_train(overrides: Sequence[str], owner: str, default_name: str) -> Plan:
     """What `train` means: a new run, or the same flow run's own run going on.
 
-    `owner` identifies the flow run over its retries. ConfigError or RunBusy where it can't be done; a new run's
-    folder is made only when everything else has been checked.
+    `owner` identifies the flow run over its retries. ConfigError or RunBusy where it can't be done; a new
+    run's folder is made only when everything else has been checked.
     """
     texts = normalise(overrides)
     options, _ = take(texts, ("run",))
@@ -128,10 +129,11 @@ def plan_train(overrides: Sequence[str], owner: str, default_name: str) -> Plan:
 
 
 def plan_resume(overrides: Sequence[str]) -> Plan:
-    """What `resume` means: the saved overrides followed by the new ones, held against what the run was trained with.
+    """What `resume` means: the saved overrides followed by the new ones, held against what the run was
+    trained with.
 
-    ConfigError for unsafe differences without `force=true`, RunBusy while its trainer lives, NotCommitted with the
-    names of other runs if there is none of this name. Writes nothing.
+    ConfigError for unsafe differences without `force=true`, RunBusy while its trainer lives, NotCommitted
+    with the names of other runs if there is none of this name. Writes nothing.
     """
     options, new = take(normalise(overrides), RESUME_OPTIONS)
     run = find_run(options, new)
@@ -162,7 +164,8 @@ def plan_resume(overrides: Sequence[str]) -> Plan:
 
 @dataclass(frozen=True)
 class EvaluatePlan:
-    """A checkpoint to score. `new` are the overrides given now, `which` the words that named the checkpoint."""
+    """A checkpoint to score. `new` are the overrides given now, `which` the words that named the
+    checkpoint."""
 
     plan: Plan
     checkpoint: Checkpoint
@@ -184,7 +187,8 @@ def plan_evaluate(overrides: Sequence[str]) -> EvaluatePlan:
 
 
 def _attempt_for(which: str, run: Run, composed: Composed) -> str:
-    """`which` in the words of the checkpoint engine, which knows neither MLflow nor what counts as best here."""
+    """`which` in the words of the checkpoint engine, which knows neither MLflow nor what counts as best
+    here."""
     if which.startswith("alias:"):
         return attempt_of_alias(which, run, composed)
     if which == "best":

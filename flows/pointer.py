@@ -26,7 +26,8 @@ def _load_pyfunc(data_path: str) -> PointerModel:
 
 
 class PointerModel:
-    """What MLflow wraps: `predict` takes prompts (a list, a table's first column) and returns one dict for each."""
+    """What MLflow wraps: `predict` takes prompts (a list, a table's first column) and returns one dict for
+    each."""
 
     def __init__(self, predictor: Any) -> None:
         self._predictor = predictor

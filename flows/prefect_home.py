@@ -1,8 +1,9 @@
-"""Which Prefect API a command-line flow talks to: the one you have configured, or a server of its own for the while.
+"""Which Prefect API a command-line flow talks to: the one you have configured, or a server of its own for
+the while.
 
-The server is started before Prefect is imported here, and needs no one to have started anything first. It runs in a
-session of its own, so the terminal's Ctrl-C does not reach it and the flow can still report its end; it dies with this
-process, whatever that dies of.
+The server is started before Prefect is imported here, and needs no one to have started anything first. It
+runs in a session of its own, so the terminal's Ctrl-C does not reach it and the flow can still report its
+end; it dies with this process, whatever that dies of.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def configure() -> bool:
 
 
 def isolate() -> None:
-    """Be alone in the world: this project's own Prefect database, whatever else is configured on this machine."""
+    """Be alone in the world: this project's own Prefect database, whatever else is configured on this
+    machine."""
     for name in [n for n in os.environ if n.startswith("PREFECT_")]:
         del os.environ[name]
     os.environ["PREFECT_HOME"] = str(home())
@@ -75,7 +77,8 @@ def _profile_has_api(folder: Path) -> bool:
 
 
 class OwnServer:
-    """A Prefect API server for as long as this process lives. `start` returns at once; `wait` until it answers."""
+    """A Prefect API server for as long as this process lives. `start` returns at once; `wait` until it
+    answers."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,8 +90,8 @@ class OwnServer:
         return f"http://127.0.0.1:{self._port}/api"
 
     def start(self) -> None:
-        """Start it, and point Prefect's clients in this process at it. Call from the main thread only: the server
-        is tied to the life of the thread that starts it."""
+        """Start it, and point Prefect's clients in this process at it. Call from the main thread only: the
+        server is tied to the life of the thread that starts it."""
         Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
         self._port = _free_port()
         self._process = subprocess.Popen(
@@ -109,7 +112,8 @@ class OwnServer:
         os.environ["PREFECT_API_URL"] = self.url
 
     def wait(self, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the server answers; False as soon as `cancelled()`. ServerError if it dies or takes too long."""
+        """Wait until the server answers; False as soon as `cancelled()`. ServerError if it dies or takes too
+        long."""
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             if cancelled():

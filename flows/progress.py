@@ -69,7 +69,7 @@ class Progress:
                 self.saved = {k: v for k, v in self.saved.items() if k == "bad"}
             self.saved |= {k: v for k, v in event.items() if v is not None}
         if state == "failed":
-            return f"save of step {event['step']} failed: {event.get('error') or event.get('cause') or 'no reason given'}"
+            return f"save of step {event['step']} failed: {event.get('error') or 'no reason given'}"
         return None
 
     def _hear_eval(self, event: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Committed checkpoints as MLflow models: small pointers, not copies. Every step can be repeated without harm."""
+"""Committed checkpoints as MLflow models: small pointers, not copies. Every step can be repeated without
+harm."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ckpt.checkpoint import Checkpoint
     from mlflow import MlflowClient
 
+    from ckpt.checkpoint import Checkpoint
     from flows.tracking import Tracked
 
 CHAMPION = "champion"
@@ -147,7 +148,8 @@ def by_alias(client: MlflowClient, name: str, alias: str) -> Any | None:
 
 
 class Crowned(NamedTuple):
-    """Whether the champion changed, the score to beat, and the tags of the version that held the alias before."""
+    """Whether the champion changed, the score to beat, and the tags of the version that held the alias
+    before."""
 
     moved: bool
     before: float | None

@@ -1,4 +1,5 @@
-"""What each node of the config takes. Nodes made by a `_target_` are checked against that target's signature."""
+"""What each node of the config takes. Nodes made by a `_target_` are checked against that target's
+signature."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def redact(values: dict[str, Any], hidden: dict[str, str]) -> dict[str, Any]:
     """A copy of `values` without secrets.
 
     `hidden` maps dotted keys whose value came from the environment to the interpolation they were written as,
-    which is kept; values under a secret's name become "(secret)"; a secret that another value contains is cut out.
+    which is kept; values under a secret's name become "(secret)"; a secret that another value contains is
+    cut out.
     """
     texts: set[str] = set()
     _collect(values, "", hidden, texts)
@@ -41,10 +42,9 @@ def redact_overrides(overrides: Sequence[str]) -> list[str]:
     out = []
     for text in overrides:
         one = split(text)
-        if one.value is not None and "${" not in one.value:
-            if is_secret_key(one.key) or without_password(one.value) != one.value:
-                continue
-        out.append(text)
+        literal = one.value is not None and "${" not in one.value
+        if not (literal and (is_secret_key(one.key) or without_password(text) != text)):
+            out.append(text)
     return out
 
 

@@ -1,4 +1,5 @@
-"""One training under a flow: starts the trainer, follows its events, stops it, and says what a person should see.
+"""One training under a flow: starts the trainer, follows its events, stops it, and says what a person should
+see.
 
 It exists before the flow run does, so that the ranks import torch while Prefect is still starting.
 """
@@ -21,7 +22,8 @@ TAIL_LINES = 12
 class Session:
     """The launches of one flow run: the first, and as many more as `launcher.retries` allows after a failure.
 
-    `quiet` leaves out what is said at the end, for callers that tell it in their own words. `changed` is set at every event that may have changed what is on storage; `done` once nothing runs any more.
+    `quiet` leaves out what is said at the end, for callers that tell it in their own words. `changed` is set
+    at every event that may have changed what is on storage; `done` once nothing runs any more.
     """
 
     def __init__(self, plan: Plan, terminal: Terminal, began: float, quiet: bool = False) -> None:
@@ -48,7 +50,8 @@ class Session:
             self._trainer.request_stop(reason)
 
     def abandon(self) -> None:
-        """End the ranks without a save, and don't wait long; a checkpoint writer that is busy finishes by itself."""
+        """End the ranks without a save, and don't wait long; a checkpoint writer that is busy finishes by
+        itself."""
         self.stop_reason = self.stop_reason or "abandoned"
         if self._trainer is not None:
             self._trainer.kill()

@@ -1,4 +1,5 @@
-"""What a `_target_` takes, read from its source text: nothing is imported, so the flow process stays without torch."""
+"""What a `_target_` takes, read from its source text: nothing is imported, so the flow process stays without
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Signature:
-    """Names a target takes, each with its annotation as text ("" where there is none), and whether it takes any."""
+    """Names a target takes, each with its annotation as text ("" where there is none), and whether it takes
+    any."""
 
     name: str
     parameters: dict[str, str] = field(default_factory=dict)
@@ -74,9 +76,9 @@ def _lookup(module: str, name: str, seen: frozenset[tuple[str, str]]) -> tuple[s
     seen |= {(module, name)}
     stars = []
     nodes = list(ast.walk(_tree(path)))
-    for node in _tree(path).body:
-        if isinstance(node, Definition) and node.name == name:
-            return module, node
+    for item in _tree(path).body:
+        if isinstance(item, Definition) and item.name == name:
+            return module, item
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -105,7 +107,8 @@ def _names(node: ast.Name | ast.alias) -> tuple[str, ...]:
 def _lookup_lazy(
     module: str, name: str, path: Path, seen: frozenset[tuple[str, str]]
 ) -> tuple[str, Definition] | None:
-    """A package that gives out its names lazily: the defining module is one of its own, so look through them."""
+    """A package that gives out its names lazily: the defining module is one of its own, so look through
+    them."""
     if path.name != "__init__.py":
         return None
     for sibling in sorted(path.parent.glob("*.py")):

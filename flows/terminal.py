@@ -18,8 +18,8 @@ def _nowhere(_: str) -> None:
 
 
 class Terminal:
-    """Writes from several threads, and from a signal handler, without tearing lines; each line that stays also goes
-    to `echo`. A reader that went away is no error."""
+    """Writes from several threads, and from a signal handler, without tearing lines; each line that stays
+    also goes to `echo`. A reader that went away is no error."""
 
     def __init__(self, out: TextIO | None = None, echo: Callable[[str], None] | None = None) -> None:
         self._out = out or sys.stdout

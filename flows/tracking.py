@@ -1,4 +1,5 @@
-"""The MLflow run of a training run: one for all its launches. MLflow away is a warning, never the end of training."""
+"""The MLflow run of a training run: one for all its launches. MLflow away is a warning, never the end of
+training."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from flows.project import project_dir
 from flows.secrets import without_password
 
 if TYPE_CHECKING:
-    from ckpt.run import Run
     from mlflow import MlflowClient
+
+    from ckpt.run import Run
 
 TRACKING = "tracking.json"
 
@@ -55,7 +57,8 @@ def client(uri: str) -> MlflowClient:
 
     if uri.startswith("sqlite:///"):
         Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-    # A database's registry looks a logged model up where the process as a whole tracks, whatever the client says.
+    # A database's registry looks a logged model up where the process as a whole tracks, whatever the client
+    # says.
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -71,10 +74,11 @@ def read(run: Run) -> dict[str, str] | None:
 
 
 def open_run(run: Run, settings: Mapping[str, Any], config: Mapping[str, Any], launch: int) -> Tracked:
-    """Begin the run's MLflow run, or go on with it: status RUNNING, params, the launch's config as an artifact.
+    """Begin the run's MLflow run, or go on with it: status RUNNING, params, the launch's config as an
+    artifact.
 
-    `settings` is the config's `tracking` node; `config` must be free of secrets. Raises whatever MLflow raises; the
-    caller decides that it's a warning.
+    `settings` is the config's `tracking` node; `config` must be free of secrets. Raises whatever MLflow
+    raises; the caller decides that it's a warning.
     """
     uri = settings["uri"]
     mlflow = client(uri)
@@ -108,7 +112,7 @@ def announce(tracked: Tracked, spool: Path) -> None:
     spool.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=spool, delete=False, suffix=".tmp") as out:
         json.dump({"uri": tracked.uri, "run_id": tracked.run_id}, out)
-    os.replace(out.name, spool / TRACKING)
+    Path(out.name).replace(spool / TRACKING)
 
 
 def _create(mlflow: MlflowClient, run: Run, settings: Mapping[str, Any]) -> Tracked:

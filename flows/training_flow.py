@@ -77,9 +77,7 @@ def follow(session: Session) -> State[Any]:
 
 
 def _conclude(session: Session, outcome: Outcome, commits: Commits) -> State[Any]:
-    say = session.terminal.line
-    if session.quiet:
-        say = _unsaid
+    say = _unsaid if session.quiet else session.terminal.line
     if outcome.state == "finished":
         say(summary.finished(session, commits))
         return Completed(message=f"finished at step {outcome.last_step}")
