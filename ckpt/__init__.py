@@ -12,7 +12,7 @@ _HOMES = {
     "open_run": "ckpt.run",
     "checkpoints": "ckpt.discover",
     "latest_valid": "ckpt.discover",
-    "verify": "ckpt.verify",
+    "verify": "ckpt.verification",
     "load_tensors": "ckpt.tensors",
     "EverySteps": "ckpt.policies",
     "EveryMinutes": "ckpt.policies",

@@ -22,7 +22,7 @@ from ckpt.names import split_checkpoint
 from ckpt.pins import pin, pinned, unpin
 from ckpt.run import Run, open_run
 from ckpt.store import open_store
-from ckpt.verify import as_checkpoint, verify
+from ckpt.verification import as_checkpoint, verify
 
 GOOD, BAD, WRONG_USE = 0, 1, 2
 

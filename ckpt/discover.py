@@ -18,7 +18,7 @@ from ckpt.lineage import Attempt, order, walk
 from ckpt.names import MANIFEST, parse_attempt
 from ckpt.run import Run, open_run
 from ckpt.store import Store
-from ckpt.verify import verify as verify_one
+from ckpt.verification import verify as verify_one
 
 _LOG = logging.getLogger("ckpt")
 _THREADS = 16
@@ -81,7 +81,7 @@ def newest_valid(run: Run, quick: bool, say: Say | None = None) -> Checkpoint | 
     bad = []
     for checkpoint in candidates(run):
         try:
-            problem = _problem(checkpoint, quick)
+            problem = problem_of(checkpoint, quick)
         except NotCommitted:
             tell(f"passing over {checkpoint.attempt}: it was never committed")
             continue
@@ -98,7 +98,7 @@ def newest_valid(run: Run, quick: bool, say: Say | None = None) -> Checkpoint | 
     return None
 
 
-def _problem(checkpoint: Checkpoint, quick: bool) -> str | None:
+def problem_of(checkpoint: Checkpoint, quick: bool) -> str | None:
     """Why a committed checkpoint can't be used; None if it verifies. Raises NotCommitted, NewerFormat."""
     for pause_s in (*_RETRY_PAUSES_S, None):
         try:
