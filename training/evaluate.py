@@ -21,7 +21,7 @@ from training.weights import load_model
 
 def evaluate(config: Mapping[str, Any], checkpoint: str, samples: int | None) -> dict[str, Any]:
     """The mean validation loss of a checkpoint over ``samples`` samples (None: all), as in training."""
-    from ckpt.verify import as_checkpoint
+    from ckpt.verification import as_checkpoint
 
     trainer = config["trainer"]
     group = Group(0, 1, 0, 1, 0)

@@ -47,7 +47,7 @@ class Predictor:
 def load(checkpoint: str, config: Mapping[str, Any] | None = None) -> Predictor:
     """A predictor with a checkpoint's weights; the model is built as the checkpoint's own config says."""
     if config is None:
-        from ckpt.verify import as_checkpoint
+        from ckpt.verification import as_checkpoint
 
         config = as_checkpoint(checkpoint).manifest.config
     if not config or "model" not in config:

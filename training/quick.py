@@ -1,9 +1,9 @@
 """Start-up without what nobody asked for.
 
-The first optimizer makes torch import its compiler, which takes as long as importing torch itself, only to mark
-a few methods as "never compile" and to break a graph that nobody traces. Here these methods do the same without
-it, as long as nothing else has imported the compiler; from then on they are torch's own again. With a torch that
-is made differently, nothing is touched and only the time is lost.
+The first optimizer makes torch import its compiler, which takes as long as importing torch itself, only to
+mark a few methods as "never compile" and to break a graph that nobody traces. Here these methods do the same
+without it, as long as nothing else has imported the compiler; from then on they are torch's own again. With a
+torch that is made differently, nothing is touched and only the time is lost.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ckpt.manager import CheckpointManager
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.launches import record_end
+from ckpt.manager import CheckpointManager
 from ckpt.policies import KeepLast
 from ckpt.run import open_run
 from training import device as devices

@@ -54,8 +54,9 @@ class Toy:
 class Net(nn.Module):
     """Linear, dropout, linear. ``trace``: a file that gets the ids of every training batch, a line each.
 
-    ``at`` maps the number of a forward pass in this process to what happens in it: a signal's name, "raise",
-    or seconds to sleep. ``eval_at`` does so for passes in evaluation.
+    ``at`` maps the number of a forward pass in this process to what happens in it: a signal's name, "raise"
+    or seconds to sleep. ``eval_at`` does so for passes in evaluation. ``die_once``: a file; the 12th pass makes
+    it and is killed, unless it is there already.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Net(nn.Module):
         trace: str | None = None,
         at: dict | None = None,
         eval_at: dict | None = None,
+        die_once: str | None = None,
     ) -> None:
         super().__init__()
         self.first = nn.Linear(8, hidden)
@@ -73,6 +75,7 @@ class Net(nn.Module):
         self._trace = trace
         self._events = {True: dict(at or {}), False: dict(eval_at or {})}
         self._passes = {True: 0, False: 0}
+        self._die_once = die_once
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.last(self.drop(functional.relu(self.first(inputs))))
@@ -86,6 +89,9 @@ class Net(nn.Module):
 
     def _happen(self) -> None:
         self._passes[self.training] += 1
+        if self._die_once and self._passes[True] == 12 and not Path(self._die_once).exists():
+            Path(self._die_once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         event = self._events[self.training].get(str(self._passes[self.training]))
         if event == "raise":
             raise ArithmeticError("the toy broke as it was told to")
