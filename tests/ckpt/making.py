@@ -1,4 +1,4 @@
-"""Makes runs, launches and checkpoints on storage without torch and without a training, by the product's own parts."""
+"""Makes runs, launches and checkpoints on storage by the product's own parts, without torch or a training."""
 
 import json
 
@@ -83,7 +83,7 @@ def part_fields(run, attempt, state, *, rank=0, world_size=1, metrics=None, plai
 
 
 def write_attempt(run, step, launch=1, *, world_size=1, attempt=None, state=None, parts=True, **more):
-    """An attempt that is complete but for its manifest; its name. `parts=False` leaves the ranks' parts out."""
+    """An attempt that is complete but for its manifest; its name. `parts=False` leaves the parts out too."""
     attempt = attempt or names.attempt_name(step, launch)
     run.store.make_dir(attempt)
     for rank in range(world_size):
@@ -104,7 +104,7 @@ def checkpoint(run, step, launch=1, *, world_size=1, **more):
 
 
 def launch(run, number, parent=None, outcome="finished", fresh=False, **info):
-    """A launch as its files tell: ended (`outcome=None`: not recorded), gone on from a checkpoint or fresh."""
+    """A launch as its files tell: ended (None: not recorded), gone on from a checkpoint, or fresh."""
     run.store.make_dir(names.LAUNCHES)
     gone = {"host": "elsewhere", "boot": "0", "pid_ns": "0", "pid": 1, "pid_start": 1, "number": number}
     run.store.create(launch_file(number), canonical({**gone, **info}))
@@ -139,7 +139,7 @@ def flip(path, at=-1):
 
 
 def resealed(data, change):
-    """A sealed document with its content changed and its seal made anew: what a forger without the key can do."""
+    """A sealed document with its content changed and a new seal: what a forger without the key can do."""
     from ckpt.sealed import seal
 
     body = json.loads(data)

@@ -115,7 +115,8 @@ def test_a_file_where_the_folder_should_be_is_named(tmp_path):
 def test_the_storage_side_needs_no_torch():
     code = """
 import sys, ckpt
-[getattr(ckpt, n) for n in ("open_run", "checkpoints", "latest_valid", "verify", "CheckpointError", "KeepLast")]
+for name in ("open_run", "checkpoints", "latest_valid", "verify", "CheckpointError", "KeepLast"):
+    getattr(ckpt, name)
 import ckpt.retention, ckpt.pins, ckpt.cli, ckpt.launches
 print("torch" in sys.modules)
 """
