@@ -4,6 +4,7 @@ import contextlib
 import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -33,6 +34,8 @@ class WriterClient:
     def __init__(self, sock: socket.socket, stderr: int) -> None:
         self.pid = 0
         self._sock = sock
+        # A writer that no longer reads (stopped, frozen) must not hang the trainer.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_S), 0))
         self._stderr = stderr
         self._sending = threading.Lock()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -64,28 +67,32 @@ class WriterClient:
             launch=launch_number,
             options=options.plain(),
         )
+        client._reader.start()
+        cause = ""
         try:
             with theirs:
+                # -P: nothing that lies in the working directory may take a module's place.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "ckpt.writer", str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "ckpt.writer", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=stderr,
                     stderr=stderr,
                     env=_environment(),
                 )
-            client._reader.start()
             client._send(hello)
             # The process that was started forks the writer and ends; it is reaped here.
             process.wait(_START_S)
             client._ready.wait(_START_S)
             if client.pid and not client._gone.is_set():
                 return client
-            client._reason = client._reason or f"it said nothing for {_START_S:g} s"
-        except (OSError, subprocess.TimeoutExpired, StorageError) as error:
-            client._reason = client._reason or str(error)
+            cause = client._reason or f"it said nothing for {_START_S:g} s"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            cause = str(error)
+        except StorageError:
+            cause = client._reason
         client._hang_up()
-        raise StorageError(f"the checkpoint writer process did not start: {client._reason}")
+        raise StorageError(f"the checkpoint writer process did not start: {cause}")
 
     @property
     def alive(self) -> bool:
@@ -196,6 +203,7 @@ class WriterClient:
                     data = data[sent:]
                 self._sock.sendall(data)
         except OSError as error:
+            self._hang_up()  # part of a message may be sent: nothing that follows could be understood
             self._gone.wait(1.0)  # for the reader to have found out why
             raise StorageError(
                 f"the checkpoint writer process (pid {self.pid}) is gone: {self._reason or error}; "
@@ -218,8 +226,11 @@ class WriterClient:
             reason = "closed" if closed else self._last_words()
         except (OSError, ProtocolError) as error:
             reason = str(error)
-        self._reason = self._reason or reason
+        self._reason = reason
         self._gone.set()
+        with self._sending:
+            self._sock.close()
+            os.close(self._stderr)
         self._ready.set()
         self._events.put(Exited(self._reason))
 

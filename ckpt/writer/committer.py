@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from ckpt import commit, names, retention
 from ckpt.digest import DEFAULT, chunk_digest
-from ckpt.errors import Fenced, StorageError
+from ckpt.errors import CheckpointError, Fenced, StorageError
 from ckpt.fence import assert_not_fenced
 from ckpt.run import Run, open_run
 from ckpt.writer.retry import errno_of, retrying
@@ -67,6 +67,19 @@ class Committer:
                 return
             time.sleep(poll)
             poll = min(_POLL_LAST_S, poll * 1.5)
+
+    def clear(self, attempt: str) -> None:
+        """Remove all of a void attempt, also what other ranks left there; one that is committed stays."""
+        store = self._run.store
+        try:
+            assert_not_fenced(store, self._launch)
+            if store.size(f"{attempt}/{names.MANIFEST}") is None:
+                store.delete(
+                    f"{attempt}/{names.part_name(0)}"
+                )  # first: without it nobody can commit the rest
+                store.delete_tree(attempt)
+        except CheckpointError as error:
+            self._tell("notice", text=f"{attempt} is void, but its files could not be removed: {error}")
 
     def prune(self, attempts: list[str]) -> None:
         """Delete attempts; what could not be deleted is told as warnings."""

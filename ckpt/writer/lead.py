@@ -47,6 +47,10 @@ class Lead:
 
         self._commits.add(job)
 
+    def clear(self, attempt: str) -> None:
+        """Remove all that any rank left of a void attempt; in the commits' thread, so never beside one."""
+        self._commits.add(lambda: self._committer.clear(attempt))
+
     def prune(self, attempts: list[str]) -> None:
         """Delete attempts."""
         self._prunes.add(lambda: self._committer.prune(attempts))

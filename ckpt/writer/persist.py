@@ -51,11 +51,18 @@ class Persister:
         save.durable = True
 
     def discard(self, attempt: str) -> None:
-        """Remove this rank's files of an attempt that is no checkpoint; a committed one stays untouched."""
+        """Remove this rank's files of an attempt that is no checkpoint; a committed one stays untouched.
+
+        Once its part is there, a rank other than 0 takes nothing back: rank 0's writer may be about to commit
+        it. Only that one, which knows, removes what is durable (`Committer.clear`).
+        """
         if self.store.size(f"{attempt}/{names.MANIFEST}") is not None:
             return
+        part = f"{attempt}/{names.part_name(self.rank)}"
+        if self.rank != 0 and self.store.size(part) is not None:
+            return
         # The part first: without it the shard can't be taken for whole by anybody.
-        self.store.delete(f"{attempt}/{names.part_name(self.rank)}")
+        self.store.delete(part)
         self.store.delete(f"{attempt}/{names.shard_name(self.rank)}")
         remove_if_empty(self.store.path(attempt))
 

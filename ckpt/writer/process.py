@@ -141,6 +141,8 @@ class Writer:
             self._discard(save.attempt)
         except BaseException as error:
             self._discard(save.attempt)
+            if save.stopped is not None:
+                return  # void already: what failed afterwards is of no interest to anybody
             self.tell(
                 "failed",
                 attempt=save.attempt,
@@ -171,7 +173,12 @@ class Writer:
         if save is not None:
             save.stop(reason)
         if self._ending is None:
-            self._persisting.add(lambda: self._discard(attempt))
+            self._persisting.add(lambda: self._clear(attempt))
+
+    def _clear(self, attempt: str) -> None:
+        self._discard(attempt)
+        if self._lead is not None:
+            self._lead.clear(attempt)
 
     def _commit(self, attempt: str, world_size: int) -> None:
         if self._ending is None:
@@ -212,6 +219,7 @@ class Writer:
                     if self._deadline is not None and save.durable and save.stopped is None:
                         self._lead.commit_when_whole(save, self._deadline)
                 self._lead.finish()
-            self.tell("bye")
+            if self._deadline is None:
+                self.tell("bye")
         finally:
             os.eventfd_write(self.finished, 1)

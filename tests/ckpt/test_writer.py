@@ -19,7 +19,7 @@ from ckpt.launches import begin_launch
 from ckpt.layout import plan_shard
 from ckpt.manifest import parse_part
 from ckpt.run import open_run
-from ckpt.verify import verify
+from ckpt.verification import verify
 from ckpt.writer.client import WriterClient
 from ckpt.writer.events import Committed, Durable, Exited, Failed, FencedOff, Pruned
 from ckpt.writer.options import WriterOptions
@@ -114,7 +114,7 @@ def test_a_shard_is_not_durable_before_it_is_sealed(run, saver):
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_an_aborted_save_leaves_nothing_and_the_next_one_works(run, sealed):
-    saver = Saver(run, bandwidth_limit=8 * MIB)
+    saver = Saver(run, bandwidth_limit=32 * MIB)
     attempt = saver.begin(1)
     saver.stage(1)
     if sealed:
@@ -332,6 +332,17 @@ def test_a_dead_writer_is_noticed_named_and_replaced(run, saver):
     assert isinstance(event, Durable)
     assert isinstance(saver.commit(second), Committed)
     assert not Path(run.uri, attempt).exists()
+
+
+def test_a_frozen_writer_does_not_hang_its_trainer(run, monkeypatch):
+    monkeypatch.setattr(ckpt.writer.client, "_SEND_S", 1)
+    saver = Saver(run, mib=1)
+    os.kill(saver.client.pid, signal.SIGSTOP)
+    with pytest.raises(StorageError, match="start another one"):
+        saver.client.prune(["x" * MIB] * 8)
+    os.kill(saver.client.pid, signal.SIGCONT)
+    wait_until(lambda: gone(saver.client.pid), "the writer process has ended")
+    saver.arena.close()
 
 
 def test_a_writer_that_cannot_start_says_why(run, monkeypatch):
