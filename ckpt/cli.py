@@ -174,7 +174,7 @@ def _prune(args: argparse.Namespace) -> Result:
     run = open_run(args.uri, create=False)
     last = _refuse_if_live(run)
     history, damaged = listing.facts(run)
-    doomed = retention.doomed(history, policies.Any(rules), pinned(run.store))
+    doomed = retention.doomed(history, policies.Any(*rules), pinned(run.store))
     if args.dry_run:
         text = "\n".join(f"would delete {attempt}" for attempt in doomed) or "there is nothing to delete"
         return GOOD, text, {"would_delete": doomed, "damaged": damaged}

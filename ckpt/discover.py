@@ -145,7 +145,7 @@ def find(run: Run, which: str) -> Checkpoint:
 
 
 def best(history: list[Checkpoint], metric: str, direction: str) -> Checkpoint:
-    """The checkpoint on the line with the best finite value of a metric, of equal ones the first reached.
+    """The checkpoint on the line with the best finite value of a metric, of equal ones the newest.
 
     `direction` is `min` or `max`. NaN, infinities and missing values never win. Raises NotCommitted if no
     checkpoint has a finite value, StateError for another direction.
@@ -168,7 +168,7 @@ def best(history: list[Checkpoint], metric: str, direction: str) -> Checkpoint:
         )
     pick = min if direction == "min" else max
     # The history is newest first, and min and max return the first of equals.
-    return pick(reversed(scored), key=lambda pair: pair[0])[1]
+    return pick(scored, key=lambda pair: pair[0])[1]
 
 
 def _metrics(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _metrics(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _metric_and_direction(text: str) -> tuple[str, str]:

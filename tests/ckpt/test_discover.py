@@ -274,13 +274,13 @@ def test_j3_the_direction_of_best_has_to_be_said(run):
         best(committed(run), "eval_set-b_loss", "maximum")
 
 
-def test_best_is_over_the_whole_line_of_equal_ones_the_first_and_never_abandoned(run):
+def test_best_is_over_the_whole_line_of_equal_ones_the_newest_and_never_abandoned(run):
     made = {s: making.checkpoint(run, s, metrics={"loss": v}) for s, v in [(5, 0.3), (10, 0.3), (20, 0.1)]}
     making.launch(run, 2, parent=made[10])
     making.checkpoint(run, 15, 2, metrics={"loss": 0.9})
-    assert find(run, "best:loss:min").step == 5
-    damage(run, made[5], "manifest cut")
     assert find(run, "best:loss:min").step == 10
+    damage(run, made[10], "manifest cut")
+    assert find(run, "best:loss:min").step == 5
 
 
 def test_a_metric_named_with_colons_can_be_best(run):
