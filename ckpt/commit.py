@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.errors import Corrupt, NotCommitted, StorageError
 from ckpt.fence import assert_not_fenced
-from ckpt.manifest import MAX_MANIFEST, MAX_PART, build_manifest, parse_part
+from ckpt.manifest import MAX_MANIFEST, MAX_PART, merge_parts, parse_part
 from ckpt.names import DOOMED, MANIFEST, parse_attempt, part_name, part_rank
 from ckpt.run import Run
 from ckpt.store import Store
@@ -34,9 +35,10 @@ def commit(
     named = parse_attempt(attempt)
     if named is None:
         raise NotCommitted(f"{attempt!r} is not the name of an attempt at a checkpoint")
-    parts = _read_parts(store, attempt, world_size)
-    _check_shards(store, attempt, parts, world_size, run_id, signing_key)
-    data = build_manifest(parts, signing_key)
+    raw = _read_parts(store, attempt, world_size)
+    parts = [parse_part(data, signing_key, f"{attempt}/{part_name(rank)}") for rank, data in enumerate(raw)]
+    _check_shards(store, attempt, parts, world_size, run_id)
+    data = merge_parts(parts, signing_key)
     assert_not_fenced(store, launch)
     _publish(store, f"{attempt}/{MANIFEST}", data)
     step, made_by = named
@@ -60,11 +62,10 @@ def _read_parts(store: Store, attempt: str, world_size: int) -> list[bytes]:
 
 
 def _check_shards(
-    store: Store, attempt: str, parts: list[bytes], world_size: int, run_id: str, key: bytes | None
+    store: Store, attempt: str, parts: list[dict[str, Any]], world_size: int, run_id: str
 ) -> None:
-    for rank, data in enumerate(parts):
+    for rank, part in enumerate(parts):
         what = f"{attempt}/{part_name(rank)}"
-        part = parse_part(data, key, what)
         said = {"rank": rank, "attempt": attempt, "world_size": world_size, "run_id": run_id}
         for field, expected in said.items():
             if part[field] != expected:

@@ -61,7 +61,7 @@ def pid_start(pid: int) -> int | None:
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    except OSError:
         return None
     # The name in parentheses may itself hold spaces and parentheses.
     fields = text.rpartition(")")[2].split()
@@ -75,7 +75,19 @@ def process_alive(who: dict[str, Any]) -> bool | None:
     pid, start = who.get("pid"), who.get("pid_start")
     if type(pid) is not int or type(start) is not int or pid <= 0:
         return None
-    return pid_start(pid) == start
+    now = pid_start(pid)
+    return None if now is None and _hidden(pid) else now == start
+
+
+def _hidden(pid: int) -> bool:
+    """Whether a process of another user is there that /proc doesn't show (its mount option hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return False
 
 
 def beat(store: Store, number: int, counter: int, *, step: int | None, phase: str) -> None:

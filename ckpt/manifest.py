@@ -144,7 +144,12 @@ def build_manifest(parts: Sequence[bytes], signing_key: bytes | None = None) -> 
     Raises Corrupt if the parts don't make up one whole checkpoint: a rank is missing, they speak of different
     checkpoints, or a tensor is not covered exactly.
     """
-    parsed = sorted((parse_part(data, signing_key) for data in parts), key=lambda part: part["rank"])
+    return merge_parts([parse_part(data, signing_key) for data in parts], signing_key)
+
+
+def merge_parts(parts: Sequence[dict[str, Any]], signing_key: bytes | None = None) -> bytes:
+    """As `build_manifest`, of parts that `parse_part` has checked."""
+    parsed = sorted(parts, key=lambda part: part["rank"])
     if not parsed:
         raise Corrupt("a checkpoint needs at least one rank's part")
     first = parsed[0]

@@ -151,6 +151,15 @@ def test_a_reused_pid_is_not_taken_for_the_launch(run):
     assert begin(run).number == 2
 
 
+def test_a_process_of_another_user_that_proc_hides_is_not_taken_for_gone(monkeypatch):
+    def refuse(pid, signal_number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(liveness, "pid_start", lambda pid: None)
+    assert liveness.process_alive({**liveness.this_machine(), "pid": 1, "pid_start": 1}) is None
+
+
 @pytest.mark.parametrize("key", ["host", "boot", "pid_ns"])
 def test_a_pid_of_another_machine_boot_or_container_says_nothing(key):
     assert liveness.process_alive({**liveness.identity(), key: "other"}) is None
