@@ -132,7 +132,7 @@ class Session:
         finished = self._loop.run()
         step = self.progress.step
         grace = None if finished else self._stop.left(float(self._trainer["stop_grace_s"]))
-        self._manager.close(final_step=step, save=step > first, timeout=grace)
+        self._manager.close(final_step=step, save=step > first, timeout=grace, end=False)
         self._loop.metrics.close()
         self.ended(FINISHED if finished else self._stop.outcome, None if finished else self._stop.reason)
 

@@ -23,13 +23,13 @@ def exit_text(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def last_lines(path: Path) -> list[str]:
-    """The end of a log file; empty if there is none."""
+def last_lines(path: Path, count: int = TAIL_LINES) -> list[str]:
+    """The last ``count`` lines of a log file; empty if there is none."""
     try:
         with path.open("rb") as log:
             log.seek(0, 2)
             log.seek(max(0, log.tell() - TAIL_BYTES))
-            return log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            return log.read().decode(errors="replace").splitlines()[-count:]
     except OSError:
         return []
 
@@ -96,7 +96,7 @@ class Story:
     @staticmethod
     def _guess(private: Path, code: int) -> str:
         """The first cause when no rank could name it: a rank that was killed, or torchrun's own failure."""
-        log = "\n".join(last_lines(private / "agent.log"))
+        log = "\n".join(last_lines(private / "agent.log", 1000))
         first = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", log)
         if first:
             return f"rank {first[2]}: {exit_text(int(first[1]))}"
