@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LEAVE_S = 30.0
+_LEAST_S = 1.0
 _log = logging.getLogger("ckpt")
 
 
@@ -90,6 +91,7 @@ class CheckpointManager:
         self._parent_recorded = False
         self._history = History(self.run, self.launch.number, self._keep, self._say)
         self._step: int | None = None
+        self._metrics: tuple[int, Mapping[str, Any] | None] | None = None
         self._calls = self._shared = 0
         self._stop = False
         self._versions = environment.versions()
@@ -178,6 +180,7 @@ class CheckpointManager:
         took the run over, StateError for a state that can't be stored.
         """
         previous, self._step = self._step, step
+        self._metrics = (step, metrics)
         if self._saver.has_plan:
             self._saver.check()
         else:
@@ -198,16 +201,16 @@ class CheckpointManager:
         return True
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, wait: bool = False) -> None:
-        """Save now, whatever the policy says; waits for a free slot. With `wait`, returns when it is
-        committed.
+        """Save now, whatever the policy says, once a slot is free.
 
-        Raises StorageError if it could not be committed (with `wait`), StateError for a state that
-        can't be stored.
+        Unlike `step`, it returns only when the state is copied and may be changed in any way; with
+        `wait`, when it is committed. Raises StorageError if it could not be committed (with
+        `wait`), StateError for a state that can't be stored.
         """
         if wait:
             self._save_and_wait(step, None, metrics)
         else:
-            self._save(step, metrics)
+            self._save(step, metrics).staged.wait()
 
     def wait_staged(self) -> None:
         """Return when the state may be changed outside `optimizer.step`."""
@@ -233,24 +236,40 @@ class CheckpointManager:
             )
         self._raise_failures()
 
-    def close(self, final_step: int | None = None, save: bool = True, timeout: float | None = None) -> None:
-        """Commit the last step if it is not yet, end the background work and the writer.
+    def close(
+        self,
+        final_step: int | None = None,
+        save: bool = True,
+        timeout: float | None = None,
+        end: bool = True,
+    ) -> None:
+        """Commit the last step if it is not yet, then end the background work and the writer.
 
-        `final_step` defaults to the last step given to `step()`; `save=False` saves nothing more.
+        `final_step` defaults to the last step given to `step()`; `save=False` begins no other save,
+        but still waits for one in flight (30 s by default). What is not done in `timeout` seconds,
+        the writer process goes on with alone. Unless `finish` was called, or `end` is false, the
+        launch is recorded as "finished", or "failed" if this raises, or "preempted" without `save`.
         Raises StorageError if the last step could not be committed.
         """
         if self._closed:
             return
-        deadline = timeout if timeout is not None else self._rank_timeout_s if save else _LEAVE_S
+        limit = timeout if timeout is not None else self._rank_timeout_s if save else _LEAVE_S
+        deadline = time.monotonic() + limit
+        outcome, cause = "finished" if save else "preempted", None
         try:
             if save:
                 self._save_last(self._step if final_step is None else final_step, deadline)
+        except BaseException as error:
+            outcome, cause = "failed", str(error)
+            raise
         finally:
             self._closed = True
             self._unhook()
-            self._settler.drain(deadline)
+            self._settler.drain(max(0.0, deadline - time.monotonic()))
             self._saver.close()
-            self._settler.close(deadline)
+            self._settler.close(max(_LEAST_S, deadline - time.monotonic()))
+            if end:
+                self.finish(outcome, cause)
             self._team.close()
 
     def finish(self, outcome: str, cause: str | None = None) -> None:
@@ -259,14 +278,13 @@ class CheckpointManager:
             self._ended = True
             record_end(self.run, self.launch, outcome, cause, self._step)
 
-    def _save_last(self, step: int | None, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        self._settler.drain(timeout)
+    def _save_last(self, step: int | None, deadline: float) -> None:
+        self._settler.drain(max(0.0, deadline - time.monotonic()))
         if step is None or self._settler.last_committed_step == step:
             return
         for last_try in (False, True):
             try:
-                self._save_and_wait(step, deadline)
+                self._save_and_wait(step, deadline, self._last_metrics(step))
                 return
             except StorageError as error:
                 # One bad moment, of the storage or of a state that moved, is no reason to lose the
@@ -286,6 +304,9 @@ class CheckpointManager:
             raise Fenced(self._settler.fenced)
         if not attempt.committed:
             raise StorageError(self._settler.last_failure or f"{attempt.name} was given up")
+
+    def _last_metrics(self, step: int) -> Mapping[str, Any] | None:
+        return self._metrics[1] if self._metrics is not None and self._metrics[0] == step else None
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None) -> Attempt:
         self._step = step

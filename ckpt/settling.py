@@ -75,6 +75,7 @@ class Settler:
         """Follow an attempt from here on."""
         with self._changed:
             self._attempts.append(attempt)
+            self._changed.notify_all()
         self._tally.add(begun=1, backlog=1)
         self._tell({"state": "begun", "step": attempt.step, "attempt": attempt.name, "bytes": attempt.bytes})
 
@@ -112,7 +113,9 @@ class Settler:
 
     def close(self, timeout_s: float) -> None:
         """End the thread and the writer process, which finishes by itself what is sealed."""
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._thread.join(timeout_s)
         self.writer.close(timeout_s)
 
@@ -125,9 +128,10 @@ class Settler:
 
     def _work(self) -> None:
         while not self._closing:
-            busy = bool(self._attempts)
+            with self._changed:
+                busy = self._changed.wait_for(lambda: self._attempts or self._closing, _IDLE_S)
             try:
-                event = self.writer.next_event(_BUSY_S if busy else _IDLE_S)
+                event = self.writer.next_event(_BUSY_S if busy else 0)
                 if event is not None:
                     self._hear(event)
                 if not self.writer.alive:
