@@ -9,7 +9,7 @@ from ckpt.checkpoint import Checkpoint
 from ckpt.errors import NotCommitted
 from ckpt.landing import land, torch_dtype, whole_pieces
 from ckpt.reader import read_verified
-from ckpt.verify import as_checkpoint
+from ckpt.verification import as_checkpoint
 
 __all__ = ["load_tensors"]
 

@@ -1,4 +1,4 @@
-"""Saves training states in the product's own format without a manager, and looks at live states bit by bit."""
+"""Saves training states in the product's format without a manager, and looks at live states bit by bit."""
 
 import hashlib
 import struct
@@ -11,6 +11,7 @@ from ckpt.commit import commit
 from ckpt.dcp import plan_pieces
 from ckpt.flatten import flatten
 from ckpt.run import open_run
+from ckpt.tensor_kinds import local_part
 from tests.ckpt.making import CREATED, file_facts
 
 
@@ -23,7 +24,7 @@ def shard_of(pieces):
 
 
 def raw_bytes(tensor):
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = local_part(tensor).cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes()
 
 
@@ -67,11 +68,13 @@ def shard(checkpoint, rank=0):
 
 
 def small(seed=0, width=16):
-    """A little training state of every kind: module with buffers, AdamW with two groups, schedule, plain values."""
+    """A little training state: module with buffers, AdamW with two groups, schedule, plain value."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 4))
     decay, rest = [model[0].weight, model[2].weight], [model[0].bias, *model[1].parameters(), model[2].bias]
-    optim = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest}], lr=0.01 * (seed + 1))
+    optim = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest}], lr=0.01 * (seed + 1)
+    )
     sched = torch.optim.lr_scheduler.MultiStepLR(optim, [2, 4])
     return {"model": model, "optim": optim, "sched": sched, "epoch": seed}
 

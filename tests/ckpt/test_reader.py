@@ -48,7 +48,9 @@ def read(shard, *ranges, **options):
 @pytest.mark.parametrize("threads", [1, 4])
 def test_every_range_comes_back_whatever_chunks_it_touches(shard, content, direct, threads):
     rng = random.Random(threads)
-    points = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, SIZE - 1, SIZE] + [rng.randrange(SIZE) for _ in range(8)]
+    points = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, SIZE - 1, SIZE] + [
+        rng.randrange(SIZE) for _ in range(8)
+    ]
     ranges = [tuple(sorted(rng.sample(points, 2))) for _ in range(25)] + [(0, SIZE), (5, 5)]
     for (start, end), got in zip(ranges, read(shard, *ranges, direct=direct, threads=threads), strict=True):
         assert got == content[start:end], (start, end)

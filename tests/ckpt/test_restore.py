@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from ckpt import faults
+from ckpt.digest import CHUNK, file_digest
 from ckpt.errors import Corrupt, NewerFormat, NotCommitted, StateError
 from ckpt.restore import restore_into
 from ckpt.run import open_run
-from tests.ckpt.making import flip, tree_digest
+from tests.ckpt.making import flip, resealed, tree_digest
 from tests.ckpt.restoring import (
     fingerprint,
     header_length,
@@ -110,12 +111,52 @@ def damage(checkpoint, how):
         flip(folder / "manifest.json", 200)
     elif how == "manifest of another run":
         (folder / "manifest.json").write_bytes(b"{}")
+    elif how in FORGERIES:
+        manifest = folder / "manifest.json"
+        manifest.write_bytes(resealed(manifest.read_bytes(), FORGERIES[how]))
     elif how == "shard is a folder":
         path.unlink()
         path.mkdir()
 
 
+def forge_range(body):
+    body["tensors"]["model.0.weight"]["slices"][0].update(start=1 << 40, end=(1 << 40) + 512)
+
+
+def forge_overlap(body):
+    [whole] = body["tensors"]["model.0.weight"]["slices"]
+    body["tensors"]["model.0.weight"]["slices"] = [whole, whole]
+
+
+def forge_gap(body):
+    [whole] = body["tensors"]["model.0.weight"]["slices"]
+    whole["shape"][0] -= 1
+    whole["end"] -= 32
+
+
+def forge_name(body):
+    body["files"][0]["name"] = "../../secret.safetensors"
+
+
+def forge_digest(body):
+    body["files"][0]["chunks"][0] = "0" * 32
+    body["files"][0]["digest"] = file_digest("xxh3-128", body["files"][0]["chunks"])
+
+
+def forge_reference(body):
+    body["values"]["epoch"] = {"$tensor": "model.nowhere"}
+
+
+FORGERIES = {
+    "range outside the file": forge_range,
+    "slices that overlap": forge_overlap,
+    "slices that leave a gap": forge_gap,
+    "name outside the folder": forge_name,
+    "another digest": forge_digest,
+    "reference to nothing": forge_reference,
+}
 DAMAGES = [
+    *FORGERIES,
     "flipped byte",
     "cut shard",
     "missing shard",
@@ -233,7 +274,7 @@ ODD = {
     "f4": lambda: torch.tensor([1, 250], dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     "c64": lambda: torch.randn(4, dtype=torch.complex64),
     "c128": lambda: torch.randn(2, 2, dtype=torch.complex128),
-    "c32": lambda: torch.randn(3, dtype=torch.complex32),
+    "c32": lambda: torch.tensor([1.5, 2, 3, -4], dtype=torch.float16).view(torch.complex32),
     "big": lambda: torch.tensor([2**40, -(2**62)]),
     "uint64": lambda: torch.tensor([2**63 + 5, 1], dtype=torch.uint64),
     "f64": lambda: torch.tensor([1e-310, float("nan"), float("-inf")], dtype=torch.float64),
@@ -496,3 +537,40 @@ def test_a_signing_key_refuses_unsigned_checkpoints(tmp_path, monkeypatch):
     with pytest.raises(Corrupt, match="sign"):
         restore(tmp_path / "r", state)
     assert fingerprint(state) == before
+
+
+def test_landing_memory_is_as_big_as_what_is_live_and_is_given_back(tmp_path):
+    live, slots = 64 << 20, 128 << 20
+    model = nn.utils.skip_init(nn.Linear, 4096, live // 4 // 4096, bias=False)
+    optim = torch.optim.Adam(model.parameters(), 0.1)
+    [p] = model.parameters()
+    optim.state[p] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.ones_like(p),
+        "exp_avg_sq": torch.ones_like(p),
+    }
+    save(tmp_path / "r", {"model": model, "optim": optim}, 1)
+    script = """
+import sys, torch
+from torch import nn
+from ckpt.restore import restore_into
+from ckpt.run import open_run
+
+def kilobytes(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1])
+
+model = nn.utils.skip_init(nn.Linear, 4096, int(sys.argv[2]), bias=False)
+state = {"model": model, "optim": torch.optim.Adam(model.parameters(), 0.1)}
+run = open_run(sys.argv[1])
+torch.empty(0), __import__("numpy"), __import__("xxhash"), __import__("ckpt.restore_match")
+open("/proc/self/clear_refs", "w").write("5")
+before = kilobytes("VmRSS")
+restore_into(run, state, threads=2)
+print((kilobytes("VmHWM") - before) * 1024, (kilobytes("VmRSS") - before) * 1024)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "r"), str(live // 4 // 4096)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peak, after = map(int, done.stdout.split())
+    assert slots < peak < live + slots + 2 * CHUNK + (16 << 20)
+    assert after < slots + (16 << 20)
