@@ -9,7 +9,8 @@ from ckpt.names import LAUNCHES, launch_file, parse_launch
 from ckpt.sealed import parse_object
 from ckpt.store import Store
 
-_MAX_RECORD = 16 << 20
+MAX_RECORD = 4 << 20
+"""Bytes that a launch's file may have."""
 
 
 def launch_numbers(store: Store) -> list[int]:
@@ -33,6 +34,6 @@ def assert_not_fenced(store: Store, number: int) -> None:
 def read_record(store: Store, key: str) -> dict[str, Any] | None:
     """A small JSON record; None if it is absent, torn or no object. Raises StorageError."""
     try:
-        return parse_object(store.read(key, _MAX_RECORD), key)
+        return parse_object(store.read(key, MAX_RECORD), key)
     except (FileNotFoundError, Corrupt):
         return None

@@ -11,8 +11,8 @@ from typing import Any
 from ckpt import liveness
 from ckpt.checkpoint import Checkpoint
 from ckpt.commit import posthumous
-from ckpt.errors import RunBusy, StorageError
-from ckpt.fence import assert_not_fenced, launch_numbers, read_record
+from ckpt.errors import RunBusy, StateError, StorageError
+from ckpt.fence import MAX_RECORD, assert_not_fenced, launch_numbers, read_record
 from ckpt.names import LAUNCHES, launch_file
 from ckpt.run import Run
 from ckpt.sealed import canonical
@@ -98,6 +98,9 @@ def begin_launch(
         "config": encode(config, "config", ordered=False),
         "overrides": [str(item) for item in overrides],
     }
+    size = len(canonical(info))
+    if size > MAX_RECORD - 100:
+        raise StateError(f"the config and overrides make {size} bytes of JSON, where {MAX_RECORD} are taken")
     number = _take_number(run, info, watch_s, say)
     with liveness.beating(run.store, number):
         _wait_for_orphans(run.store, number, watch_s, drain_deadline_s, say)

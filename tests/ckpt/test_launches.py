@@ -11,7 +11,7 @@ import time
 import pytest
 
 from ckpt import launches, liveness, names
-from ckpt.errors import Fenced, RunBusy, StorageError
+from ckpt.errors import Fenced, RunBusy, StateError, StorageError
 from ckpt.launches import assert_not_fenced, begin_launch, list_launches, record_end, record_parent
 from tests.ckpt import making
 
@@ -204,12 +204,12 @@ class Beating:
         counter = 0
         while not self.stop.wait(0.05) and self.left:
             counter += 1
-            self.left -= 1
             beat = {"host": "elsewhere", "boot": "0", "pid_ns": "0", "pid": 1, "pid_start": 1}
             beat |= {"counter": counter, "step": 77, "phase": self.phase}
             self.run.store.put(
                 names.launch_file(self.number, "beat"), json.dumps(beat).encode(), durable=False
             )
+            self.left -= 1
 
     def __enter__(self):
         self.thread.start()
@@ -323,7 +323,7 @@ def test_fencing_looks_at_numbers_only(run):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b'{"pid":"x","host":[1]}', b'{"pid":-1}', b"x" * (17 << 20)],
+    [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b'{"pid":"x","host":[1]}', b'{"pid":-1}', b"x" * (5 << 20)],
 )
 def test_torn_or_hostile_launch_files_count_as_launches_of_nobody(run, data):
     run.store.make_dir("launches")
@@ -331,6 +331,12 @@ def test_torn_or_hostile_launch_files_count_as_launches_of_nobody(run, data):
         run.store.path(names.launch_file(3, kind)).write_bytes(data if kind != "end.json" else b"")
     assert [launch.number for launch in list_launches(run.store)] == [3]
     assert begin(run, watch_s=0.2).number == 4
+
+
+def test_a_config_too_big_to_be_read_back_is_refused_before_anything_is_written(run):
+    with pytest.raises(StateError, match="bytes of JSON"):
+        begin_launch(run, owner="", config={"text": "x" * (5 << 20)}, say=print)
+    assert launches.launch_numbers(run.store) == [] and run.store.list("launches") == []
 
 
 def test_when_numbers_have_run_out_that_is_said(run):

@@ -43,9 +43,9 @@ def test_a_fresh_launch_that_committed_nothing_is_passed_over():
 
 
 def test_the_line_skips_launches_between_a_launch_and_its_parent():
-    made = attempts((1, 10), (2, 15), (3, 12))
-    parents = {2: parent(1, 10), 3: parent(1, 10)}
-    assert ordered(made, [1, 2, 3], parents) == ([(3, 12), (1, 10)], [(2, 15)])
+    made = attempts((1, 5), (1, 10), (2, 8), (2, 15), (3, 12))
+    parents = {2: parent(1, 5), 3: parent(1, 10)}
+    assert ordered(made, [1, 2, 3], parents) == ([(3, 12), (1, 10), (1, 5)], [(2, 15), (2, 8)])
 
 
 def test_a_zombies_late_commit_lands_on_an_abandoned_branch():
