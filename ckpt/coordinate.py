@@ -22,8 +22,9 @@ from ckpt.team import Decision
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_POLL_S = 0.2
 _KEPT = 256
+_GOODBYE_S = 10.0
+_END = "end"
 
 
 class Group:
@@ -56,7 +57,7 @@ class Group:
         self._stop = False
         self._stop_told = False
         self._lost: str | None = None
-        self._closing = False
+        self._published = 0
         work = self._publish if self.rank == 0 else self._listen
         self._thread = threading.Thread(target=work, name="ckpt-decisions", daemon=True)
         self._thread.start()
@@ -79,7 +80,11 @@ class Group:
                 self._outbox.put(("d/0", json.dumps(decision)))
             self._ahead = ahead()
             self._outbox.put((f"d/{call + 1}", json.dumps(self._ahead)))
+            self._published = call + 2
             return decision
+        if self._stop and not self._stop_told:
+            self._stop_told = True
+            self._ask(lambda: self._client.set("stop", str(self.rank)), "rank 0 is gone")
         deadline = time.monotonic() + self._timeout_s
         with self._arrived:
             while call not in self._decided:
@@ -102,7 +107,7 @@ class Group:
         return json.loads(self._ask(lambda: self._client.get(f"s/{name}"), f"rank 0 did not share {name}"))
 
     def ask_stop(self) -> None:
-        """Told to rank 0 by the thread that listens."""
+        """Told to rank 0 at the next call of `decide`."""
         self._stop = True
 
     def stop_asked(self) -> bool:
@@ -146,16 +151,19 @@ class Group:
 
     def close(self) -> None:
         """The store's server goes last, but waits for nobody longer than a few seconds."""
+        if self.rank == 0:
+            self._outbox.put((f"d/{self._published}", _END))
+            self._outbox.put(None)
+            self._thread.join(_GOODBYE_S)
         try:
             self._client.set(f"bye/{self.rank}", "")
             if self.rank == 0:
                 keys = [f"bye/{rank}" for rank in range(self.world_size)]
-                self._client.wait(keys, timedelta(seconds=min(10.0, self._timeout_s)))
+                self._client.wait(keys, timedelta(seconds=_GOODBYE_S))
         except Exception:
             pass  # whoever did not say goodbye is gone or late; neither is a reason to fail here
-        self._closing = True
-        self._outbox.put(None)
-        self._thread.join(5.0)
+        if self.rank != 0:
+            self._thread.join(_GOODBYE_S)
 
     def _ask(self, question: Callable[[], Any], advice: str) -> Any:
         try:
@@ -167,9 +175,9 @@ class Group:
         try:
             while (item := self._outbox.get()) is not None:
                 self._client.set(*item)
-                kind, _, number = item[0].partition("/")
-                if kind == "d" and int(number) > _KEPT:
-                    self._client.delete_key(f"d/{int(number) - _KEPT}")
+                old = int(item[0].removeprefix("d/")) - _KEPT
+                if old >= 0:
+                    self._client.delete_key(f"d/{old}")
                 if not self._stop and self._client.check(["stop"]):
                     self._stop = True
         except Exception as error:
@@ -177,27 +185,18 @@ class Group:
 
     def _listen(self) -> None:
         call = 0
-        client = self._client
-        while not self._closing:
-            try:
-                if self._stop and not self._stop_told:
-                    client.set("stop", str(self.rank))
-                    self._stop_told = True
-                client.wait([f"d/{call}"], timedelta(seconds=_POLL_S))
-                decision = Decision(*json.loads(client.get(f"d/{call}")))
-                # JSON has no tuples.
-                decision = decision._replace(error=decision.error and (decision.error[0], decision.error[1]))
-            except Exception as error:
-                if "timeout" in str(error).lower() or "timed out" in str(error).lower():
-                    continue
+        try:
+            while (text := bytes(self._client.get(f"d/{call}")).decode()) != _END:
+                token, replan, stop, error = json.loads(text)
                 with self._arrived:
-                    self._lost = str(error).splitlines()[0]
+                    self._decided[call] = Decision(token, replan, stop, error and (error[0], error[1]))
                     self._arrived.notify_all()
-                return
-            with self._arrived:
-                self._decided[call] = decision
-                self._arrived.notify_all()
-            call += 1
+                call += 1
+            self._lost = "rank 0 has closed its manager"
+        except Exception as error:
+            self._lost = str(error).splitlines()[0]
+        with self._arrived:
+            self._arrived.notify_all()
 
 
 def _own_address() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt import capacity, faults
 from ckpt.arena import Arena
@@ -13,7 +13,11 @@ from ckpt.errors import StorageError
 from ckpt.flatten import Flat
 from ckpt.layout import ShardLayout, part_tensors, plan_shard
 from ckpt.staging import Stage, pin
+from ckpt.tensor_kinds import is_dtensor
 from ckpt.values import encode
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(eq=False)
@@ -29,10 +33,18 @@ class Plan:
     stages: dict[int, Stage] = field(default_factory=dict)
 
 
-def make_plan(number: int, flat: Flat, group: Any) -> Plan:
+def make_plan(number: int, flat: Flat, group: ProcessGroup | None, rank: int) -> Plan:
     """Plan a flattened state; a collective over `group` if there is one. Raises StateError."""
     faults.point("plan", str(number))
-    pieces = plan_pieces({key: entry.tensor for key, entry in flat.tensors.items()}, group)
+    shared, own = {}, {}
+    for key, entry in flat.tensors.items():
+        # Parameters and what goes with them are equal on the ranks that hold them, whoever writes them.
+        # Buffers need not be: rank 0's count, as they do for DistributedDataParallel.
+        if entry.kind == "step" or is_dtensor(entry.tensor):
+            shared[key] = entry.tensor
+        elif entry.per_rank or rank == 0:
+            own[key] = entry.tensor
+    pieces = plan_pieces(shared, group) + plan_pieces(own, None)
     slices = [piece.slice for piece in pieces]
     layout = plan_shard(slices)
     static = {name: encode(value, name) for name, value in flat.static.items()}

@@ -75,7 +75,7 @@ class Saver:
 
         def job() -> None:
             try:
-                plan = make_plan(number, flat, self._team.group)
+                plan = make_plan(number, flat, self._team.group, self._team.rank)
                 self._planned(plan)
                 for slot in range(self._slots):
                     self._settler.wait_free(slot, self._timeout_s)
