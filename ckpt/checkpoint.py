@@ -62,7 +62,7 @@ class Checkpoint:
         try:
             data = self.store.read(f"{self.attempt}/{MANIFEST}", MAX_MANIFEST)
         except FileNotFoundError as error:
-            raise NotCommitted(f"{self.uri} was never committed: it has no {MANIFEST}") from error
+            raise NotCommitted(f"{self.uri} is not committed: it has no {MANIFEST}") from error
         manifest = parse_manifest(data, signing_key(), f"{self.uri}/{MANIFEST}")
         if manifest.attempt != self.attempt:
             raise Corrupt(

@@ -83,7 +83,7 @@ def newest_valid(run: Run, quick: bool, say: Say | None = None) -> Checkpoint | 
         try:
             problem = problem_of(checkpoint, quick)
         except NotCommitted:
-            tell(f"passing over {checkpoint.attempt}: it was never committed")
+            tell(f"passing over {checkpoint.attempt}: it is not committed (a save killed or still under way)")
             continue
         if problem is None:
             return checkpoint

@@ -107,7 +107,10 @@ def _run_state(store: Store) -> str:
     last = read_launch(store, numbers[-1])
     if last.end is None:
         return f"launch {last.number} recorded no end"
-    return f"launch {last.number} {last.end.get('outcome')} at step {last.end.get('last_step')}"
+    step = last.end.get("last_step")
+    return f"launch {last.number} {last.end.get('outcome')}" + (
+        f" at step {step}" if step is not None else ""
+    )
 
 
 def runs_text(runs: Sequence[dict[str, Any]]) -> str:

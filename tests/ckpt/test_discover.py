@@ -71,7 +71,7 @@ def test_a1_a_killed_save_is_never_taken_for_a_checkpoint_and_is_named(run, left
         run.store.path(f"{killed}/.tmp-0011").write_bytes(b"{}")
     said = []
     assert ckpt.latest_valid(run.uri, say=said.append).attempt == good.attempt
-    assert said == [f"passing over {killed}: it was never committed"]
+    assert said == [f"passing over {killed}: it is not committed (a save killed or still under way)"]
 
 
 def test_candidates_without_a_valid_one_are_an_error_and_not_a_fresh_start(run):

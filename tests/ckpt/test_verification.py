@@ -69,7 +69,7 @@ def test_a_header_that_tells_otherwise_than_the_manifest_is_found(run):
 def test_what_is_no_checkpoint_is_refused_and_what_is_not_committed_is_reported(run):
     attempt = making.write_attempt(run, 5)
     report = ckpt.verify(f"{run.uri}/{attempt}")
-    assert not report.ok and "never committed" in report.problems[0]
+    assert not report.ok and "is not committed" in report.problems[0]
     with pytest.raises(NotCommitted, match="ckpt ls"):
         ckpt.verify(run.uri)
     with pytest.raises(NotCommitted, match="there is no checkpoint"):
