@@ -22,9 +22,9 @@ def test_a_models_tensors_load_by_the_names_that_load_state_dict_takes(tmp_path)
     for where in (made, made.uri, f"file://{made.uri}"):
         other = small(2)["model"]
         assert other.load_state_dict(ckpt.load_tensors(where)).missing_keys == []
-        assert all(
-            same_bits(a, b) for a, b in zip(other.state_dict().values(), state["model"].state_dict().values())
-        )
+        assert tensors_of({"model": other}).keys() == tensors_of({"model": state["model"]}).keys()
+        live = state["model"].state_dict()
+        assert all(same_bits(tensor, live[key]) for key, tensor in other.state_dict().items())
 
 
 def test_everything_loads_with_an_empty_prefix_and_agrees_with_safetensors(tmp_path):

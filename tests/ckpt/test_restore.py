@@ -560,6 +560,7 @@ def kilobytes(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1])
 
 model = nn.utils.skip_init(nn.Linear, 4096, int(sys.argv[2]), bias=False)
+nn.init.zeros_(model.weight)
 state = {"model": model, "optim": torch.optim.Adam(model.parameters(), 0.1)}
 run = open_run(sys.argv[1])
 torch.empty(0), __import__("numpy"), __import__("xxhash"), __import__("ckpt.restore_match")
