@@ -3,6 +3,7 @@
 It leaves its trainer's session and process tree before anything else: what kills those leaves it alive.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ def main() -> None:
     fd = int(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
     trainer = _watch(os.getppid())
     os.setsid()
     if os.fork() != 0:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ckpt import names
 from ckpt.arena import Arena
 from ckpt.store import open_store
 from ckpt.writer.lane import Lane
@@ -119,6 +120,7 @@ class Writer:
         self._layouts.pop(slot, None)
 
     def _begin(self, attempt: str, slot: int, layout: dict[str, Any] | None) -> None:
+        _check_name(attempt)
         if self._ending is not None:
             return
         if layout is not None:
@@ -169,6 +171,7 @@ class Writer:
             save.seal(part)
 
     def _abort(self, attempt: str, reason: str) -> None:
+        _check_name(attempt)
         save = self._save(attempt)
         if save is not None:
             save.stop(reason)
@@ -223,3 +226,8 @@ class Writer:
                 self.tell("bye")
         finally:
             os.eventfd_write(self.finished, 1)
+
+
+def _check_name(attempt: str) -> None:
+    if names.parse_attempt(attempt) is None:
+        raise ProtocolError(f"{attempt!r} is not an attempt")

@@ -22,6 +22,7 @@ from ckpt.run import open_run
 from ckpt.verification import verify
 from ckpt.writer.client import WriterClient
 from ckpt.writer.events import Committed, Durable, Exited, Failed, FencedOff, Pruned
+from ckpt.writer.messages import pack
 from ckpt.writer.options import WriterOptions
 from tests.ckpt.writing import (
     MIB,
@@ -275,8 +276,9 @@ def test_the_writer_imports_no_torch_and_is_up_at_once(run):
     assert min(taken) < 1.0
 
 
-def test_the_writer_works_at_low_priority_until_somebody_waits(run):
-    saver = Saver(run, mib=32, bandwidth_limit=16 * MIB)
+def test_the_writer_works_at_low_priority_until_somebody_waits(run, monkeypatch):
+    monkeypatch.setenv("CKPT_FAULTS", '[{"match": "writer:pwrite:", "do": "delay", "seconds": 0.5}]')
+    saver = Saver(run, mib=120)
     attempt = saver.begin(1)
     saver.stage(1)
     threads = Path(f"/proc/{saver.client.pid}/task")
@@ -287,6 +289,9 @@ def test_the_writer_works_at_low_priority_until_somebody_waits(run):
     wait_until(lambda: sum(nice > 0 for nice in nices()) == 2, "two threads work at low priority")
     saver.client.hurry()
     wait_until(lambda: not any(nice > 0 for nice in nices()), "no thread works at low priority")
+    with open(Path(run.uri, attempt, "rank-00000.safetensors"), "rb") as shard:
+        shard.seek(-MIB, os.SEEK_END)
+        assert not any(shard.read()), "the shard was finished before anybody hurried"
     saver.seal(attempt)
     assert isinstance(saver.event(), Durable)
     assert saver.bytes_of(attempt) == bytes(saver.arena.buffer)
@@ -372,6 +377,43 @@ def test_what_is_not_a_message_ends_the_writer_with_the_reason(run, saver, garba
     assert isinstance(event, Exited)
     assert "message" in event.reason
     wait_until(lambda: gone(saver.client.pid), "the writer process has ended")
+
+
+def test_a_bug_in_the_writer_ends_it_with_its_traceback():
+    script = "import signal; from ckpt.writer.lane import Lane; Lane('x').add(lambda: 1 / 0); signal.pause()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["launches", "../elsewhere", "step-1-1-a/..", ""])
+def test_only_attempts_can_be_begun_or_removed(run, saver, name):
+    saver.client._sock.sendall(pack("abort", attempt=name, reason="nonsense"))
+    event = saver.event()
+    assert isinstance(event, Exited) and "not an attempt" in event.reason
+    assert Path(run.uri, "launches").exists()
+
+
+def test_starting_and_closing_writers_leaks_no_descriptors(run):
+    counts = []
+    for _ in range(4):
+        client = WriterClient.start(run.uri, 1, 1)
+        assert client.close(PATIENCE_S)
+        client._reader.join(PATIENCE_S)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] == counts[0]
+
+
+def test_a_writer_that_nobody_greets_ends(run):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ckpt.writer", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.PIPE,
+        )
+    ours.close()
+    # Its standard output ends when the detached process has ended.
+    process.communicate(timeout=PATIENCE_S)
 
 
 def test_wrong_options_are_refused_before_any_process_starts():

@@ -16,7 +16,7 @@ from ckpt.launches import begin_launch
 from ckpt.layout import ShardLayout, Slice, plan_shard
 from ckpt.run import Run, open_run
 from ckpt.writer.client import WriterClient
-from ckpt.writer.events import Event, Exited, Notice
+from ckpt.writer.events import Event, Notice
 from ckpt.writer.options import WriterOptions
 
 MIB = 1 << 20
@@ -208,7 +208,3 @@ class Trainer:
                 pipe.close()
         if not gone(self.writer):
             os.kill(self.writer, signal.SIGKILL)
-
-
-def is_exit(event: Event) -> bool:
-    return isinstance(event, Exited)
