@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _LEAVE_S = 30.0
 _LEAST_S = 1.0
+_LEAST_WAIT_S = 60.0
 _log = logging.getLogger("ckpt")
 
 
@@ -66,9 +67,9 @@ class CheckpointManager:
 
         `state` maps entry names to modules, optimizers, objects with
         `state_dict`/`load_state_dict`, or plain values. `when_busy` says what a save does that is
-        due while every slot is in use: "skip" or "wait". `rank_timeout_s` bounds every wait for
-        another rank. `on_event` gets a dict per change of a save, from background threads too;
-        `say` gets lines for people.
+        due while every slot is in use: "skip" or "wait". A save is void if a rank is not done
+        `rank_timeout_s` after rank 0 is. `on_event` gets a dict per change of a save, from
+        background threads too; `say` gets lines for people.
 
         Raises RunBusy, StateError, StorageError; on one rank what went wrong on rank 0.
         """
@@ -80,11 +81,11 @@ class CheckpointManager:
         self._state = state
         self._keep: KeepPolicy = keep if keep is not None else KeepLast(3)
         self._slots = slots
-        self._rank_timeout_s = rank_timeout_s
+        self._wait_s = max(_LEAST_WAIT_S, rank_timeout_s)
         self._say = say or _log.warning
         self._on_event = on_event or (lambda _: None)
         self._tally = Tally()
-        self._team = join_team(process_group, rank_timeout_s)
+        self._team = join_team(process_group, self._wait_s)
         self.launch = shared_launch(self._team, self.run, config, overrides, self._say)
         self._config = config
         self.parent: Checkpoint | None = None
@@ -115,7 +116,7 @@ class CheckpointManager:
             self._team,
             self._settler,
             slots=slots,
-            timeout_s=rank_timeout_s,
+            timeout_s=self._wait_s,
             say=self._say,
             planned=self._on_plan,
         )
@@ -253,7 +254,7 @@ class CheckpointManager:
         """
         if self._closed:
             return
-        limit = timeout if timeout is not None else self._rank_timeout_s if save else _LEAVE_S
+        limit = timeout if timeout is not None else self._wait_s if save else _LEAVE_S
         deadline = time.monotonic() + limit
         outcome, cause = "finished" if save else "preempted", None
         try:
@@ -317,7 +318,7 @@ class CheckpointManager:
         return self._begin(step, token, replan, metrics)
 
     def _begin(self, step: int, token: str, replan: bool, metrics: Mapping[str, Any] | None) -> Attempt:
-        slot = self._settler.wait_any(self._slots, self._rank_timeout_s)
+        slot = self._settler.wait_any(self._slots, self._wait_s)
         self._decider.began()
         if replan:
             self._saver.prepare()

@@ -52,8 +52,8 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(timeout), f"rank {rank} did not end in time"
             results.append(pipe.recv())
-        for fine, result in results:
-            assert fine, result
+        wrong = [result for fine, result in results if not fine]
+        assert not wrong, "\n".join(wrong)
         return [result for _, result in results]
 
     def close(self):

@@ -26,7 +26,9 @@ class Shared:
 
     def __init__(self, rank):
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 2)))
+        self.model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 2))
+        )
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.own = Own(rank)
         self.generator = torch.Generator().manual_seed(rank)
@@ -62,7 +64,9 @@ def opened(rank, folder, shared, **options):
 
 def _every_step_with_collectives(rank, folder):
     shared = Shared(rank)
-    m = opened(rank, folder, shared, save=EverySteps(1), when_busy="wait", rank_timeout_s=20, keep=KeepLast(2))
+    m = opened(
+        rank, folder, shared, save=EverySteps(1), when_busy="wait", rank_timeout_s=20, keep=KeepLast(2)
+    )
     total = torch.zeros(1)
     for step in range(1, 31):
         shared.train()
@@ -92,7 +96,7 @@ def test_collectives_of_training_never_meet_those_of_saving(tmp_path, ranks):
 
 def _slow(rank, folder):
     shared = Shared(rank)
-    m = opened(rank, folder, shared, save=EverySteps(5), rank_timeout_s=1.5, keep=KeepLast(-1))
+    m = opened(rank, folder, shared, save=EverySteps(5), rank_timeout_s=2.5, keep=KeepLast(-1))
     for step in range(1, 11):
         shared.train()
         m.step(step)
@@ -105,7 +109,7 @@ def _slow(rank, folder):
 
 
 def test_a_slow_rank_voids_its_save_and_the_next_one_works(tmp_path, ranks):
-    rules = {1: [{"match": "writer:pwrite:", "nth": 1, "do": "delay", "seconds": 4}]}
+    rules = {1: [{"match": "writer:pwrite:", "nth": 1, "do": "delay", "seconds": 3.5}]}
     results = ranks.run(_slow, str(tmp_path), faults_of=rules)
     assert steps(tmp_path) == [10]
     for stats, said in results:
@@ -148,8 +152,8 @@ def _moving(rank, folder):
         expected = copy_of(shared.state) if step <= 6 else expected
         m.step(step)
         if step == 4 and rank == 1:
-            shared.model.module[0].weight.data.add_(1)
-            shared.model.module[0].weight.data.sub_(1)
+            for parameter in shared.model.parameters():
+                parameter.data.add_(1)
         dist.barrier()
         wait_until(lambda: m.stats.backlog == 0, 30)
         dist.barrier()
@@ -226,7 +230,12 @@ def _by_hand(rank, folder):
     second = opened(rank, folder, again, rank_timeout_s=20)
     found = second.restore()
     second.close(save=False)
-    return found.step, same(copy_of(again.state), copy_of(shared.state)), again.own.rank
+    # Buffers are rank 0's after a restore, as they are after any forward under DDP.
+    mine, theirs = (
+        {k: v for k, v in copy_of(one.state).items() if rank == 0 or "running_" not in k}
+        for one in (again, shared)
+    )
+    return found.step, same(mine, theirs), again.own.rank
 
 
 def test_ranks_save_by_hand_and_restore_what_is_theirs(tmp_path, ranks):
