@@ -24,7 +24,7 @@ from ckpt.restore_plan import RestorePlan
 from ckpt.run import Run, open_run
 from ckpt.sealed import signing_key
 from ckpt.store import open_store
-from ckpt.verify import as_checkpoint
+from ckpt.verification import as_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,6 +133,7 @@ class _Search:
         self._on_skip = on_skip
         self._bad: list[str] = []
         self._source: Iterator[Checkpoint] | None = None
+        self._one_only = False
 
     def next(self) -> _Choice | None:
         """The next candidate that looks whole; None if there has never been any.
@@ -140,11 +141,14 @@ class _Search:
         Raises Corrupt, naming each, if all of them are bad.
         """
         if self._source is None:
-            self._source = iter(self._candidates())
+            found = self._candidates()
+            self._source, self._one_only = iter(found), isinstance(found, list)
         for checkpoint in self._source:
             try:
                 problem = problem_of(checkpoint, quick=True)
             except NotCommitted:
+                if self._one_only:
+                    raise
                 self._tell(f"passing over {checkpoint.attempt}: it was never committed")
                 continue
             if problem is None:

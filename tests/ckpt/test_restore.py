@@ -221,6 +221,9 @@ def test_a_checkpoint_asked_for_by_name_is_taken_or_refused_but_never_replaced(t
         restore(tmp_path / "r", state, which="step:5")
     with pytest.raises(NotCommitted, match="7"):
         restore(tmp_path / "r", state, which="step:7")
+    (shard(first).parent / "manifest.json").unlink()
+    with pytest.raises(NotCommitted, match=first.attempt):
+        restore(tmp_path / "r", state, which=first.uri)
     assert fingerprint(state) == before
 
 
