@@ -17,18 +17,14 @@ from prefect.futures import PrefectFuture
 
 from ckpt.checkpoint import Checkpoint
 from ckpt.discover import checkpoints
-from ckpt.errors import CheckpointError, NotCommitted
-from ckpt.pins import pin, unpin
-from ckpt.verify import verify
-from flows import registry, tracking
+from ckpt.errors import CheckpointError
+from ckpt.verification import verify
+from flows import leases, registry, tracking
 from flows.plan import Plan
 
 if TYPE_CHECKING:
     from ckpt.run import Run
     from flows.tracking import Tracked
-
-# A pin made for the while of verifying and registering; it lapses by itself should this process die.
-LEASE_S = 900.0
 
 # How long a task may wait for MLflow at the end of training.
 SETTLE_S = 60.0
@@ -37,11 +33,7 @@ SETTLE_S = 60.0
 @task(name="pin", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
 def pin_commit(run: Run, checkpoint: Checkpoint) -> bool:
     """Keep retention away from a checkpoint while it is looked at. False if it is gone already."""
-    try:
-        pin(run, _lease(checkpoint), checkpoint, deadline_s=LEASE_S)
-    except NotCommitted:
-        return False
-    return True
+    return leases.hold(run, checkpoint)
 
 
 @task(name="verify", cache_policy=NO_CACHE, persist_result=False)
@@ -151,12 +143,8 @@ class Commits:
             future = register_commit.submit(self.tracked, plan.model_name, one.checkpoint, plan.run.id)
             one.stage, one.future = "register", future
             return True
-        unpin(self._plan.run, _lease(one.checkpoint))
+        leases.drop(self._plan.run, one.checkpoint)
         return False
-
-
-def _lease(checkpoint: Checkpoint) -> str:
-    return f"lease-{checkpoint.attempt}"
 
 
 def _short(error: Any) -> str:

@@ -12,8 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 from ckpt.errors import CheckpointError
 from ckpt.launches import list_launches
@@ -60,7 +58,7 @@ class Demo:
     def _train_and_kill(self) -> int | None:
         """Train under the train flow until the trainer is killed; the step at which that was."""
         plan = plan_train([*self._extra, f"run={self._name}"], new_owner(), self._name)
-        session = self._begin(plan, process_start())
+        session = self._begin(plan, process_start(), "headline and progress")
         atexit.register(self._server.stop)
         self._server.start()
         from flows import prefect_flows
@@ -110,7 +108,7 @@ class Demo:
         if self._if_finished(session) is None:
             return EXIT_CODE if self._interrupts.seen() else 1
         ours, theirs = _digest(session), _digest(twin)
-        start = f"resumed from step {session.progress.restored}, finished {session.progress.step}"
+        start = f"finished {session.progress.step}"
         if ours is None or ours != theirs:
             self._terminal.line(f"{start}: NOT equal to the uninterrupted run ({ours} and {theirs})")
             return 1
@@ -132,8 +130,8 @@ class Demo:
     def _where(self) -> list[str]:
         return commands.where(self._extra)
 
-    def _begin(self, plan: Plan, began: float) -> Session:
-        session = self._session = Session(plan, self._terminal, began, quiet=True)
+    def _begin(self, plan: Plan, began: float, tell: str = "progress") -> Session:
+        session = self._session = Session(plan, self._terminal, began, tell)
         session.start()
         if self._interrupts.seen():
             session.stop("Ctrl-C")
@@ -160,9 +158,8 @@ class Demo:
 
 
 def _digest(session: Session) -> str | None:
-    end: dict[str, Any] = session.progress.end or {}
-    digest: Callable[..., Any] = end.get
-    return digest("weights_digest")
+    end = session.progress.end or {}
+    return end.get("weights_digest")
 
 
 def main() -> int:

@@ -9,11 +9,10 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, NotCommitted
 from ckpt.pins import pin, unpin
 from ckpt.run import open_run
-from flows import registry, tracking
-from flows.commits import LEASE_S
+from flows import leases, registry, tracking
 from flows.plan import EvaluatePlan
 from training.launch import EvaluateSpec
 from training.launch import evaluate as run_evaluation
@@ -57,8 +56,8 @@ def run(target: EvaluatePlan, say: Callable[[str], None]) -> str:
     """Evaluate; the line that says what came out. Raises RuntimeError if the evaluation itself fails."""
     plan, checkpoint = target.plan, target.checkpoint
     values = plan.composed.values
-    lease = f"evaluate-{checkpoint.attempt}"
-    pin(plan.run, lease, checkpoint, deadline_s=LEASE_S)
+    if not leases.hold(plan.run, checkpoint, "evaluate"):
+        raise NotCommitted(f"{checkpoint.uri} is being pruned: it can't be evaluated any more")
     try:
         env = {k: str(v) for k, v in values["launcher"]["env"].items()}
         result = score(values, checkpoint.uri, values["trainer"]["eval_samples"], env)
@@ -67,7 +66,7 @@ def run(target: EvaluatePlan, say: Callable[[str], None]) -> str:
         if values["tracking"]["uri"] is not None:
             line = f"{line}{_told(plan.model_name, _recorded(target, val, say))}"
     finally:
-        unpin(plan.run, lease)
+        leases.drop(plan.run, checkpoint, "evaluate")
     say(line)
     return line
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
+from ckpt.checkpoint import Checkpoint
+from ckpt.errors import CheckpointError
+from flows import leases
 from flows.plan import Plan
 from flows.progress import Progress
 from flows.terminal import Terminal
@@ -22,13 +26,15 @@ TAIL_LINES = 12
 class Session:
     """The launches of one flow run: the first, and as many more as `launcher.retries` allows after a failure.
 
-    `quiet` leaves out what is said at the end, for callers that tell it in their own words. `changed` is set
-    at every event that may have changed what is on storage; `done` once nothing runs any more.
+    `tell` is for callers that tell the end in their own words: "all", "headline and progress" or "progress".
+    `changed` is set at every event that may have changed what is on storage; `done` once nothing runs any
+    more.
     """
 
-    def __init__(self, plan: Plan, terminal: Terminal, began: float, quiet: bool = False) -> None:
+    def __init__(self, plan: Plan, terminal: Terminal, began: float, tell: str = "all") -> None:
         self.plan = plan
-        self.quiet = quiet
+        self._headline = tell != "progress"
+        self.quiet = tell != "all"
         self.terminal = terminal
         self.progress = Progress(began, plan.composed.values["trainer"]["max_steps"])
         self.changed = threading.Event()
@@ -108,19 +114,29 @@ class Session:
         named = False
         for event in trainer.events():
             line = self.progress.hear(event)
-            if not named and event.get("event") == "start":
+            if self._headline and not named and event.get("event") == "start":
                 named = True
                 self.terminal.line(self.plan.headline(self.progress.params))
-            if line is not None:
+            if line is not None and not (self.quiet and event.get("event") == "step"):
                 self.terminal.line(line)
             if self.progress.first_step_s is not None:
                 self.stepped.set()
                 self.terminal.live(self.progress.line())
             if event.get("event") == "note":
                 self.terminal.line(event["text"])
+            if event.get("state") == "committed" and self.plan.composed.values["tracking"]["register"]:
+                self._hold(event)
             if event.get("event") in ("save", "end", "restored"):
                 self.changed.set()
         return trainer.wait()
+
+    def _hold(self, event: dict[str, Any]) -> None:
+        """Keep a new commit from being pruned before the flow has come to register it."""
+        run, launch = self.plan.run, self.progress.launch
+        try:
+            leases.hold(run, Checkpoint(run.uri, event["attempt"], event["step"], launch, run_id=run.id))
+        except CheckpointError as error:
+            self.terminal.line(f"{event['attempt']} could not be pinned: {error}")
 
     def _show_failure(self, outcome: Outcome) -> None:
         self.terminal.settle()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 # Without a terminal the live line becomes plain lines, at most one in so many seconds.
-PLAIN_EVERY_S = 2.0
+PLAIN_EVERY_S = 10.0
 
 
 def _nowhere(_: str) -> None:
@@ -26,6 +26,7 @@ class Terminal:
         self._echo = echo or _nowhere
         self._lock = threading.RLock()
         self._live = ""
+        self._plain = ""
         self._tty = self._out.isatty()
         self._last_plain = float("-inf")
 
@@ -42,7 +43,7 @@ class Terminal:
                 self._live = text[: max(20, shutil.get_terminal_size().columns - 1)]
                 self._write(f"\r\x1b[K{self._live}")
             elif time.monotonic() - self._last_plain >= PLAIN_EVERY_S:
-                self._last_plain = time.monotonic()
+                self._plain, self._last_plain = text, time.monotonic()
                 self._write(f"{text}\n")
                 self._echo(text)
 
@@ -51,7 +52,7 @@ class Terminal:
         with self._lock:
             if self._live:
                 self._write(f"\r\x1b[K{text if text is not None else self._live}\n")
-            elif text is not None:
+            elif text is not None and text != self._plain:
                 self._write(f"{text}\n")
             self._live = ""
 

@@ -46,7 +46,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(typo, meant):
 def test_n1_the_config_is_plain_json_whatever_it_was_made_of():
     composed = load(
         "train",
-        ["extra={a: [1, [2, {b: null}]], when: '${now:%Y}', lr: '${optim.lr}', t: [0.9, 0.95]}", "debug=smoke"],
+        [
+            "extra={a: [1, [2, {b: null}]], when: '${now:%Y}', lr: '${optim.lr}', t: [0.9, 0.95]}",
+            "debug=smoke",
+        ],
     )
     extra = json.loads(json.dumps(composed.saved))["extra"]
     assert extra["a"] == [1, [2, {"b": None}]]
@@ -77,7 +80,9 @@ def test_a_value_of_the_wrong_kind_gets_one_clear_line(override, said):
 
 def test_what_has_no_value_is_named(monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
-    said = refusal("extra.a=???", "extra.b='${oc.env:NOT_SET}'", "extra.c='${hydra:runtime.cwd}'", "extra.d='${no.such}'")
+    said = refusal(
+        "extra.a=???", "extra.b='${oc.env:NOT_SET}'", "extra.c='${hydra:runtime.cwd}'", "extra.d='${no.such}'"
+    )
     lines = said.splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("extra.a has no value")
@@ -152,7 +157,13 @@ def test_every_group_choice_composes_and_is_checked():
 
 
 def test_every_default_has_its_reason_above_it():
-    for page in ("train.yaml", "resume.yaml", "evaluate.yaml", "launcher/local.yaml", "checkpoint/default.yaml"):
+    for page in (
+        "train.yaml",
+        "resume.yaml",
+        "evaluate.yaml",
+        "launcher/local.yaml",
+        "checkpoint/default.yaml",
+    ):
         lines = (CONF / page).read_text().partition("\nhydra:")[0].splitlines()
         for above, line in zip(lines, lines[1:], strict=False):
             key = line.strip().lstrip("- ")

@@ -58,7 +58,10 @@ def test_other_values_that_hydra_cannot_parse_are_taken_as_text():
 
 
 def test_lists_and_numbers_stay_what_they_are():
-    assert ov.normalise(["optim.betas=[0.9,0.99]", "optim.lr=1e-3"]) == ["optim.betas=[0.9,0.99]", "optim.lr=1e-3"]
+    assert ov.normalise(["optim.betas=[0.9,0.99]", "optim.lr=1e-3"]) == [
+        "optim.betas=[0.9,0.99]",
+        "optim.lr=1e-3",
+    ]
 
 
 def test_what_is_no_override_is_named():
@@ -67,7 +70,11 @@ def test_what_is_no_override_is_named():
 
 
 def test_saved_additions_compose_again():
-    assert ov.merged(["+extra.a=1", "model=mlp"], ["+extra.a=2"]) == ["++extra.a=1", "model=mlp", "++extra.a=2"]
+    assert ov.merged(["+extra.a=1", "model=mlp"], ["+extra.a=2"]) == [
+        "++extra.a=1",
+        "model=mlp",
+        "++extra.a=2",
+    ]
 
 
 def test_a_sweep_makes_one_override_list_for_each_combination():

@@ -1,0 +1,49 @@
+"""One Prefect server for all tests of a session; each test has a project folder, and an MLflow database, of
+its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from flows import prefect_home
+from tests.flows.harness import Project
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory):
+    """The address of a real Prefect API server."""
+    before = dict(os.environ)
+    for name in [n for n in os.environ if n.startswith("PREFECT_")]:
+        del os.environ[name]
+    os.environ["PREFECT_HOME"] = str(tmp_path_factory.mktemp("prefect"))
+    server = prefect_home.OwnServer()
+    server.start()
+    try:
+        server.wait()
+        yield server.url
+    finally:
+        server.kill()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def project(prefect_api, tmp_path):
+    """A project whose flows talk to the session's Prefect server."""
+    return Project(tmp_path, prefect_api)
+
+
+@pytest.fixture
+def started(project):
+    """Start a command in the project; whatever still runs at the end of the test is ended."""
+    running = []
+
+    def start(flow, *args):
+        running.append(project.start(flow, *args))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.end()
