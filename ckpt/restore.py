@@ -78,7 +78,7 @@ def restore_into(
         choice = peers.lead(search.next)
         if choice is None:
             return None
-        checkpoint = _received(choice)
+        checkpoint = search.chosen or _received(choice)
         peers.same([chunk_digest(DEFAULT, choice.raw), checkpoint.uri], "the ranks hold different manifests")
         try:
             plan = _prepared(peers, checkpoint, state, flat, partial, tell, threads)
@@ -124,7 +124,10 @@ def _received(choice: _Choice) -> Checkpoint:
 
 
 class _Search:
-    """Rank 0's way through the candidates; `next` and `pass_over` are called on all ranks, in step."""
+    """Rank 0's way through the candidates; the others only keep the list of those passed over.
+
+    `chosen` is what `next` came to last.
+    """
 
     def __init__(self, run: Run, which: str, tell: Say, on_skip: OnSkip | None) -> None:
         self._run = run
@@ -134,6 +137,7 @@ class _Search:
         self._bad: list[str] = []
         self._source: Iterator[Checkpoint] | None = None
         self._one_only = False
+        self.chosen: Checkpoint | None = None
 
     def next(self) -> _Choice | None:
         """The next candidate that looks whole; None if there has never been any.
@@ -152,9 +156,9 @@ class _Search:
                 self._tell(f"passing over {checkpoint.attempt}: it was never committed")
                 continue
             if problem is None:
-                c = checkpoint
+                self.chosen = c = checkpoint
                 handle = (c.run_uri, c.attempt, c.step, c.launch, c.abandoned, c.run_id)
-                return _Choice(handle, checkpoint.manifest.raw)
+                return _Choice(handle, c.manifest.raw)
             self.pass_over(checkpoint, problem)
         if self._bad:
             raise Corrupt(
