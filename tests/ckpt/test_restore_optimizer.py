@@ -269,3 +269,29 @@ def test_a_partial_restore_gives_no_moments_of_another_shape(tmp_path):
     assert state["model"][0].weight not in state["optim"].state
     assert state["model"][2].bias in state["optim"].state
     train(state, 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"foreach": False}])
+def test_counters_lie_where_the_optimizers_kernels_read_them(tmp_path, options):
+    def made(seed):
+        model = net(seed).cuda()
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), 0.01, **options)}
+
+    def go(state):
+        state["optim"].zero_grad()
+        loss = state["model"](torch.ones(3, 4, device="cuda")).square().mean()
+        loss.backward()
+        state["optim"].step()
+        return loss.item()
+
+    saved, state = made(1), made(2)
+    go(saved)
+    save(tmp_path / "r", saved, 1)
+    restore(tmp_path / "r", state)
+    for p, q in zip(saved["model"].parameters(), state["model"].parameters(), strict=True):
+        for slot, tensor in saved["optim"].state[p].items():
+            assert state["optim"].state[q][slot].device == tensor.device
+            assert same_bits(state["optim"].state[q][slot], tensor)
+    assert [go(state) for _ in range(3)] == [go(saved) for _ in range(3)]
