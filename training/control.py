@@ -39,6 +39,12 @@ class Control:
         if self._sock is not None:
             threading.Thread(target=self._listen, args=(on_stop,), name="control", daemon=True).start()
 
+    def close(self) -> None:
+        """End the connection: this rank has nothing more to say."""
+        if self._sock is not None:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
     def fileno(self) -> int:
         """The socket, for children to close; -1 without one."""
         return -1 if self._sock is None else self._sock.fileno()

@@ -36,7 +36,8 @@ def prepare(trainer: Mapping[str, Any], group: Group) -> None:
     torch.set_num_threads(int(trainer.get("threads") or share))
     if trainer.get("deterministic", True):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        # `use_deterministic_algorithms` would also import the compiler, to tell it; nothing is compiled here.
+        torch.set_deterministic_debug_mode("error")
         # Filling fresh memory with NaN finds errors in operators; it costs time and changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

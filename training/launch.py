@@ -25,12 +25,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from training import procs, verdict
+from training import output, procs, verdict
 from training.spec import CONFIG, CONTROL, OWNER, EvaluateSpec, LaunchSpec, Outcome
 
 __all__ = ["EvaluateSpec", "LaunchSpec", "Outcome", "TrainerProcess", "evaluate"]
 
 LINGER_S = 5.0  # for helpers of a rank that ended by itself, such as its loader workers
+SETTLE_S = 1.0  # for torchrun to end by itself after its ranks have ended well
 KILLED_S = 5.0  # from SIGKILL until the process table shows it
 
 
@@ -43,7 +44,9 @@ def command(spec: LaunchSpec, private: Path) -> list[str]:
         f"--max-restarts={int(launcher.get('max_restarts') or 0)}",
         f"--shutdown-timeout={max(1, int(spec.grace_s))}",
         f"--log-dir={private / 'elastic'}",
-        "-m", "training.main",
+        # Ranks are forked from torchrun, which has imported torch by then: half the time to the first step.
+        "--run-path", "--start-method=fork",
+        str(Path(__file__).with_name("main.py")),
     ]  # fmt: skip
 
 
@@ -90,13 +93,15 @@ class TrainerProcess:
         self._story = verdict.Story()
         self._stop: tuple[str, str] | None = None
         self._deadline: float | None = None
+        self._settled: float | None = None
         self._killed = False
         self._sessions: set[int] = set()
         self._ranks: set[_Rank] = set()
         self._outcome: Outcome | None = None
         self._ended = threading.Event()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
         try:
             self._listener = self._listen()
             self._agent = self._spawn()
@@ -130,12 +135,12 @@ class TrainerProcess:
         """Ask all ranks to save and stop; whatever still runs ``grace_s`` later is killed."""
         if self._stop is None:
             self._stop = (reason, "preempted")
-        self._poke(b"s")
+        self._poke()
 
     def kill(self) -> None:
         """SIGKILL the whole tree now; checkpoint writers are left to finish what was sealed."""
         self._killed = True
-        self._poke(b"k")
+        self._poke()
 
     def wait(self, timeout: float | None = None) -> Outcome:
         """Wait until everything has ended. Raises TimeoutError after ``timeout`` seconds."""
@@ -152,9 +157,9 @@ class TrainerProcess:
     def _mark(self) -> str:
         return f"{OWNER}={self._owner}"
 
-    def _poke(self, what: bytes) -> None:
-        with suppress(OSError):
-            os.write(self._wake_write, what)
+    def _poke(self) -> None:
+        with suppress(BlockingIOError):  # full: it will wake up anyway
+            self._waker.send(b"!")
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -194,24 +199,35 @@ class TrainerProcess:
             self._selector.close()
             self._listener.close()
             shutil.rmtree(self._private, ignore_errors=True)
+            self._drop_unused_logs()
             self._events.put(None)
             self._ended.set()
+
+    def _drop_unused_logs(self) -> None:
+        """Logs of ranks that never opened the run are of use only if that was a failure."""
+        assert self._outcome is not None
+        if self.spec.log_dir is not None and self._outcome.state != verdict.FAILED:
+            for folder in self.spec.log_dir.glob(f"{output.unsettled(self._owner)}*"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _follow(self) -> None:
         """Serve the ranks until the agent and every rank are gone, or the time for stopping is over."""
         agent = os.pidfd_open(self._agent.pid)
         try:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._wake_read, selectors.EVENT_READ, self._woken)
+            self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
             self._selector.register(agent, selectors.EVENT_READ, lambda: self._agent_gone(agent))
             while self._agent.poll() is None or self._ranks:
                 if self._killed:
                     return
-                left = None if self._deadline is None else self._deadline - time.monotonic()
-                if left is not None and left <= 0:
+                now = time.monotonic()
+                if self._settled is not None and now >= self._settled:
+                    return  # torchrun may hang or wait for long, and nothing is left for it to do
+                if self._deadline is not None and now >= self._deadline:
                     self._story.overdue(self.spec.grace_s)
                     return
-                for key, _ in self._selector.select(left):
+                until = min((t for t in (self._settled, self._deadline) if t is not None), default=None)
+                for key, _ in self._selector.select(None if until is None else until - now):
                     key.data()
         finally:
             os.close(agent)
@@ -232,9 +248,12 @@ class TrainerProcess:
             self._selector.unregister(rank.sock)
             self._ranks.discard(rank)
             rank.sock.close()
+            if not self._ranks and self._story.end is not None:
+                self._settled = time.monotonic() + SETTLE_S
             return
         for line in lines:
             if "hello" in line:
+                self._settled = None
                 self._sessions.add(int(line["pid"]))
             self._story.hear(line)
             if "event" in line:
@@ -242,7 +261,7 @@ class TrainerProcess:
 
     def _woken(self) -> None:
         with suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+            self._wake.recv(4096)
         if self._stop and self._deadline is None:
             self._begin_stop()
 
@@ -272,7 +291,8 @@ class TrainerProcess:
 
     def _sweep(self) -> None:
         """Nothing of the launch may be left: wait for what is ending by itself, then kill the rest."""
-        deadline = time.monotonic() + (0.0 if self._killed or self._story.late else LINGER_S)
+        patient = self._agent.poll() is not None and not self._story.late
+        deadline = time.monotonic() + (LINGER_S if patient else 0.0)
         while time.monotonic() < deadline and self.pids():
             time.sleep(0.02)
         deadline = time.monotonic() + KILLED_S

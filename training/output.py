@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 
+def unsettled(owner: str) -> str:
+    """How names of log folders of this launch begin while it has no number."""
+    return f"launching-{owner[:12]}-"
+
+
 def redirect(folder: Path, rank: int) -> Path:
     """Send stdout and stderr of this process, C libraries included, to ``folder/rank-NNNNN.log``."""
     folder.mkdir(parents=True, exist_ok=True)

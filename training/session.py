@@ -57,6 +57,7 @@ class Session:
         self._stop = stop
         self._manager: CheckpointManager | None = None
         self._loader: Loader | None = None
+        self._loop: Loop | None = None
         self.progress = Progress()
 
     @property
@@ -128,6 +129,7 @@ class Session:
     def train(self) -> None:
         """Train to the end or to a stop, commit the last step, and record how it ended."""
         assert self._manager is not None
+        assert self._loop is not None
         first = self.progress.step
         finished = self._loop.run()
         step = self.progress.step
@@ -140,10 +142,12 @@ class Session:
         """Record the verdict in the run and tell the flow."""
         fields: dict[str, Any] = {"outcome": outcome, "cause": cause, "step": self.progress.step}
         if self._manager is not None:
+            self._manager.close(save=False, end=False)
             if self._group.rank == 0:
                 record_end(self._manager.run, self._manager.launch, outcome, cause, self.progress.step)
-            fields["weights_digest"] = weights_digest(self._loop.model.state_dict())
             fields["stats"] = dataclasses.asdict(self._manager.stats)
+        if self._loop is not None:
+            fields["weights_digest"] = weights_digest(self._loop.model.state_dict())
         self._control.event("end", **fields)
         self.release()
 

@@ -54,7 +54,7 @@ class Outcome:
     """How a launch ended: finished, preempted, failed, refused (a live launch owns the run) or fenced.
 
     ``cause`` is the first cause of anything but a finish. ``tail`` holds the last lines of every rank's log
-    when it failed; key -1 is the launcher's own output.
+    when it failed; key -1 is the launcher's own output. ``returncode`` is torchrun's, or 0.
     """
 
     state: str

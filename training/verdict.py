@@ -72,7 +72,7 @@ class Story:
             state = self.end["outcome"]
             cause = self.end.get("cause")
             tail = self._tail(private) if state == FAILED else {}
-            return Outcome(state, self.end.get("step"), cause, code, tail)
+            return Outcome(state, self.end.get("step"), cause, code if state == FAILED else 0, tail)
         step = self.step
         if self.error is not None:
             state = {"RunBusy": REFUSED, "Fenced": FENCED}.get(self.error["type"], FAILED)

@@ -145,7 +145,7 @@ def train_here(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
     return trace
 
 

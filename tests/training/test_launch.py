@@ -44,7 +44,7 @@ def launched(monkeypatch, tmp_path):
 
 def slow(steps=40, **more):
     """Changes that make every step take a moment."""
-    sleeping = {str(number): SLOW for number in range(1, 400)}
+    sleeping = {str(number): SLOW for number in range(1, 4000)}
     return {"trainer.max_steps": steps, "model.at": sleeping, **more}
 
 
@@ -126,6 +126,17 @@ def test_o1_a_stop_before_any_rank_began_ends_at_once(tmp_path, launched):
     assert trainer.wait(10).state == "preempted"
 
 
+def test_o1_a_stop_while_the_run_is_opened_is_honoured(tmp_path, launched, monkeypatch):
+    rule = {"match": r"trainer:create:.*launches/00001\.json", "nth": 1, "do": "delay", "seconds": 60}
+    trainer = launched(tmp_path / "run", slow(), env={"CKPT_FAULTS": json.dumps([rule])})
+    until(lambda: trainer._sessions, 30, "a rank")
+    time.sleep(1.0)  # long enough to be in the delay; a stop before it must work just as well
+    trainer.request_stop("changed my mind")
+    before = time.monotonic()
+    assert trainer.wait(30).state == "preempted"
+    assert time.monotonic() - before < 15
+
+
 def test_m1_a_trainer_saves_and_stops_when_its_flow_is_killed(tmp_path, monkeypatch):
     run = tmp_path / "run"
     open_run(str(run))
@@ -190,12 +201,13 @@ def test_a_rank_that_was_killed_is_told_with_its_signal(tmp_path, launched):
 
 def test_a_second_trainer_on_a_live_run_is_refused_by_name(tmp_path, launched):
     run = tmp_path / "run"
-    first = launched(run, slow(steps=400))
+    first = launched(run, slow(steps=4000))
     follow_to(first, 2)
     outcome = launched(run, slow()).wait(60)
     assert outcome.state == "refused"
     assert "RunBusy" in outcome.cause
     assert str(next(iter(first._sessions))) in outcome.cause
+    assert [path.name for path in (run / "logs").iterdir()] == ["00001"]
     assert first.pids()
 
 

@@ -55,8 +55,8 @@ class Net(nn.Module):
     """Linear, dropout, linear. ``trace``: a file that gets the ids of every training batch, a line each.
 
     ``at`` maps the number of a forward pass in this process to what happens in it: a signal's name,
-    "raise" or seconds to sleep. ``eval_at`` does so for passes in evaluation. ``die_once``: a file; the 12th pass makes
-    it and is killed, unless it is there already.
+    "raise" or seconds to sleep. ``eval_at`` does so for passes in evaluation. ``die_once``: a file; the
+    12th pass makes it and is killed, unless it is there already.
     """
 
     def __init__(
