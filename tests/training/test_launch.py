@@ -212,9 +212,9 @@ def test_a_second_trainer_on_a_live_run_is_refused_by_name(tmp_path, launched):
 
 
 def test_a_trainer_that_does_not_stop_in_time_is_killed_with_all_its_children(tmp_path, launched):
-    changes = {"model.at": {"5": 600}, "trainer.workers": 2}
+    changes = {"model.at": {"5": f"hang:{tmp_path / 'hangs'}"}, "trainer.workers": 2}
     trainer = launched(tmp_path / "run", changes, grace_s=1.5)
-    follow_to(trainer, 4)
+    until((tmp_path / "hangs").exists, 60, "the fifth step")
     assert len(trainer.pids()) == 4
     trainer.request_stop("hurry")
     outcome = trainer.wait(20)

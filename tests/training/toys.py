@@ -55,8 +55,8 @@ class Net(nn.Module):
     """Linear, dropout, linear. ``trace``: a file that gets the ids of every training batch, a line each.
 
     ``at`` maps the number of a forward pass in this process to what happens in it: a signal's name,
-    "raise" or seconds to sleep. ``eval_at`` does so for passes in evaluation. ``die_once``: a file; the
-    12th pass makes it and is killed, unless it is there already.
+    "raise", seconds to sleep, or "hang:FILE" (which it makes). ``eval_at`` does so for passes in evaluation.
+    ``die_once``: a file; the 12th pass makes it and is killed, unless it is there already.
     """
 
     def __init__(
@@ -93,9 +93,12 @@ class Net(nn.Module):
             Path(self._die_once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         event = self._events[self.training].get(str(self._passes[self.training]))
-        if event == "raise":
+        if isinstance(event, str) and event.startswith("hang:"):
+            Path(event.removeprefix("hang:")).touch()
+            time.sleep(600)
+        elif event == "raise":
             raise ArithmeticError("the toy broke as it was told to")
-        if isinstance(event, str):
+        elif isinstance(event, str):
             os.kill(os.getpid(), getattr(signal, event))
         elif event:
             time.sleep(event)
