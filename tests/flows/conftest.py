@@ -4,6 +4,7 @@ its own."""
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
@@ -29,10 +30,29 @@ def prefect_api(tmp_path_factory):
         os.environ.update(before)
 
 
+@pytest.fixture(scope="session")
+def mlflow_database(tmp_path_factory):
+    """A file with MLflow's empty tables, to be copied: making them takes seconds."""
+    from flows import tracking
+
+    folder = tmp_path_factory.mktemp("mlflow")
+    tracking.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder / "mlflow.db"
+
+
 @pytest.fixture
-def project(prefect_api, tmp_path):
-    """A project whose flows talk to the session's Prefect server."""
+def empty_project(prefect_api, tmp_path):
+    """A project in which nothing has ever been done."""
     return Project(tmp_path, prefect_api)
+
+
+@pytest.fixture
+def project(empty_project, mlflow_database):
+    """A project whose flows talk to the session's Prefect server, and whose MLflow database is there
+    already."""
+    (empty_project.home / "runs").mkdir()
+    shutil.copy(mlflow_database, empty_project.home / "runs" / "mlflow.db")
+    return empty_project
 
 
 @pytest.fixture

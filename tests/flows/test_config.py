@@ -1,5 +1,6 @@
 """The config is composed and checked before anything is made from it."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def test_every_default_has_its_reason_above_it():
         "checkpoint/default.yaml",
     ):
         lines = (CONF / page).read_text().partition("\nhydra:")[0].splitlines()
-        for above, line in zip(lines, lines[1:], strict=False):
+        for above, line in itertools.pairwise(lines):
             key = line.strip().lstrip("- ")
             opens_node = line.endswith(":") or not line.strip() or line.strip().startswith("#")
             if opens_node or key.startswith(("_self_", "train", "override hydra/job", "_target_")):

@@ -52,7 +52,7 @@ def test_i3_odd_storage_paths_and_names_work_from_training_to_pruning(project):
     pruned = project.cli("ckpt", "prune", str(root / "2026_12_01"), "--keep-last", "1")
     assert pruned.code == 0, pruned
     listed = project.cli("ckpt", "ls", str(root / "2026_12_01"), "--json")
-    assert sorted(c["step"] for c in json.loads(listed.out)) == [30, 40], listed
+    assert sorted(c["step"] for c in json.loads(listed.out)["checkpoints"]) == [30, 40], listed
     verified = project.cli("ckpt", "verify", str(root / "2026_12_01"))
     assert verified.code == 0, verified
 
@@ -90,10 +90,24 @@ def test_ctrl_c_saves_and_n3_resume_lists_what_differs_and_refuses_what_is_unsaf
     (run,) = project.mlflow_runs()
     assert run.info.status == "FINISHED"
     assert run.data.tags["changed.optim.lr"] == "0.0001"
-    logged = wait_until(lambda: project.mlflow().get_metric_history(run.info.run_id, "lr"))
-    assert logged[-1].step == end or wait_until(
-        lambda: project.mlflow().get_metric_history(run.info.run_id, "lr")[-1].step == end
+    client = project.mlflow()
+    wait_until(
+        lambda: max((m.step for m in client.get_metric_history(run.info.run_id, "lr")), default=0) == end
     )
+
+
+def test_ctrl_c_twice_leaves_at_once(project, started):
+    training = started("train", *ENDLESS, "run=kite")
+    training.expect(r"saved \d+", timeout=150)
+    family = training.family()
+    training.ctrl_c()
+    training.expect("saving and stopping")
+    training.ctrl_c()
+    assert training.wait(10) == 130, training.out
+    assert "Traceback" not in training.out
+    assert gone(family) == []
+    verified = project.cli("ckpt", "verify", str(project.run_dir("kite")))
+    assert verified.code == 0, verified
 
 
 def test_p1_a_second_trainer_is_refused_by_name_and_l5_signals_end_the_mlflow_run(project, started):
@@ -143,17 +157,17 @@ def test_a_sweep_trains_one_run_for_each_value(project):
 
 
 @pytest.mark.parametrize("typo", ["optim.lrr=1", "+optim.lrr=1"])
-def test_a_typo_makes_no_folder(project, typo):
-    refused = project.cli("train", *SMALL, typo)
+def test_a_typo_makes_no_folder(empty_project, typo):
+    refused = empty_project.cli("train", *SMALL, typo)
     assert refused.code == 2
     assert refused.err == "unknown key optim.lrr, did you mean 'optim.lr'?\n"
-    assert not (project.home / "runs").exists()
+    assert list(empty_project.home.iterdir()) == []
 
 
-def test_the_composed_config_and_help_can_be_looked_at_without_training(project):
-    shown = project.cli("train", "--cfg", "job", "optim.lr=1e-4", "run=1e3")
+def test_the_composed_config_and_help_can_be_looked_at_without_training(empty_project):
+    shown = empty_project.cli("train", "--cfg", "job", "optim.lr=1e-4", "run=1e3")
     assert shown.code == 0, shown
     assert "lr: 0.0001" in shown.out
     assert "run: '1e3'" in shown.out
-    assert "python -m flows.resume run=NAME" in project.cli("resume", "--help").out
-    assert list(project.home.iterdir()) == []
+    assert "python -m flows.resume run=NAME" in empty_project.cli("resume", "--help").out
+    assert list(empty_project.home.iterdir()) == []
