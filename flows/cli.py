@@ -142,8 +142,8 @@ def _evaluate(args: list[str], began: float) -> int:
 
         if server is not None:
             server.wait()
-        run = prefect_flows.evaluate.with_options(flow_run_name=target.plan.name)
-        state = run(run=target.plan.name, which=target.which, overrides=target.new, return_state=True)
+        run = target.plan.name
+        state = prefect_flows.call("evaluate", run, run=run, which=target.which, overrides=target.new)
         return OK if state.is_completed() else FAILED
     except KeyboardInterrupt:
         return EXIT_CODE
@@ -181,9 +181,8 @@ def _run(name: str, plan: Plan, args: list[str], began: float) -> int:
         terminal.line(summary.stopped(session))
         return EXIT_CODE
     prefect_flows.hand_over(session)
-    flow = getattr(prefect_flows, name).with_options(flow_run_name=plan.name)
     parameters = {"overrides": args} if name == "train" else {"run": plan.name, "overrides": args}
-    state = flow(**parameters, return_state=True)
+    state = prefect_flows.call(name, plan.name, **parameters)
     if interrupts.seen():
         return EXIT_CODE
     return OK if state.is_completed() else TERMINATED if state.is_cancelled() else FAILED

@@ -69,8 +69,7 @@ class Demo:
         killer = threading.Thread(target=self._kill, args=(session,), daemon=True)
         killer.start()
         prefect_flows.hand_over(session)
-        flow = prefect_flows.train.with_options(flow_run_name=plan.name)
-        flow(overrides=[*self._extra, f"run={plan.name}"], return_state=True)
+        prefect_flows.call("train", plan.name, overrides=[*self._extra, f"run={plan.name}"])
         killer.join()
         if session.outcome is not None and session.outcome.state == "finished":
             self._terminal.line("training was over before the trainer could be killed; nothing to resume")
@@ -103,8 +102,7 @@ class Demo:
         plan = plan_resume([f"run={self._name}", *self._where()])
         session = self._begin(plan, time.monotonic())
         prefect_flows.hand_over(session)
-        flow = prefect_flows.resume.with_options(flow_run_name=plan.name)
-        flow(run=plan.name, overrides=self._where(), return_state=True)
+        prefect_flows.call("resume", plan.name, run=plan.name, overrides=self._where())
         if self._if_finished(session) is None:
             return EXIT_CODE if self._interrupts.seen() else 1
         ours, theirs = _digest(session), _digest(twin)
@@ -113,9 +111,7 @@ class Demo:
             self._terminal.line(f"{start}: NOT equal to the uninterrupted run ({ours} and {theirs})")
             return 1
         self._terminal.line(f"{start}: equal bit for bit to the uninterrupted run")
-        state = prefect_flows.evaluate.with_options(flow_run_name=plan.name)(
-            run=plan.name, overrides=self._where(), return_state=True
-        )
+        state = prefect_flows.call("evaluate", plan.name, run=plan.name, overrides=self._where())
         for i, line in enumerate(self._next(plan)):
             self._terminal.line(f"{'next:' if i == 0 else '':5}  {line}")
         return 0 if state.is_completed() else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from prefect import flow, get_run_logger
 from prefect import runtime as prefect_runtime
@@ -32,6 +32,12 @@ _owners: dict[str, str] = {}
 def hand_over(session: Session) -> None:
     """Let the next flow run in this process follow a session that was started before it."""
     _handed_over.append(session)
+
+
+def call(which: str, name: str, **parameters: Any) -> State[Any]:
+    """Run `train`, `resume` or `evaluate` here and now, under a flow run of that name; its final state."""
+    chosen = {"train": train, "resume": resume, "evaluate": evaluate}[which]
+    return cast(State[Any], chosen.with_options(flow_run_name=name)(**parameters, return_state=True))
 
 
 @flow(name="train", persist_result=False)

@@ -135,10 +135,10 @@ from flows import prefect_flows
 folder, overrides = Path(sys.argv[1]), sys.argv[2:]
 
 def kill():
-    while not (found := list(folder.glob("launches/00001.json"))) or not
-    list(folder.glob("step-*/manifest.json")):
+    launch = folder / "launches/00001.json"
+    while not (launch.exists() and list(folder.glob("step-*/manifest.json"))):
         time.sleep(0.01)
-    os.kill(json.loads(found[0].read_text())["pid"], signal.SIGKILL)
+    os.kill(json.loads(launch.read_text())["pid"], signal.SIGKILL)
 
 threading.Thread(target=kill, daemon=True).start()
 flow = prefect_flows.train.with_options(retries=2, flow_run_name="again")
