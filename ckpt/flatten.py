@@ -22,9 +22,8 @@ Values, by kind of entry:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import getitem, is_
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from ckpt.errors import StateError
 from ckpt.module_names import clean_key, clean_paths
 from ckpt.tensor_kinds import is_dtensor, refuse_unstorable, same_memory
 from ckpt.values import TensorRef
+from ckpt.watch import Watch
 
 Kind = Literal["step", "call"]
 
@@ -65,17 +65,20 @@ Source = Callable[[Collected], None]
 
 @dataclass(eq=False)
 class Flat:
-    """A flattened state: `tensors` has each memory once, `aliases` the other keys of the same memory."""
+    """A flattened state: `tensors` has each memory once, `aliases` the other keys of the same memory.
+
+    `quick` watches what may look changed while a forward runs (a functional call swaps parameters for
+    a while), and what changes most often; it is for the training thread. `thorough` watches the rest:
+    modules and optimizer slots, which any thread may look at.
+    """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     static: dict[str, Any] = field(default_factory=dict)
+    quick: Watch = field(default_factory=Watch)
+    thorough: Watch = field(default_factory=Watch)
     _sources: list[Source] = field(default_factory=list)
-    _holders: list[Any] = field(default_factory=list)
-    _names: list[Any] = field(default_factory=list)
-    _objects: list[Any] = field(default_factory=list)
-    _sized: list[Sized] = field(default_factory=list)
-    _sizes: list[int] = field(default_factory=list)
+    _call: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -93,30 +96,15 @@ class Flat:
         return now
 
     def same_structure(self) -> bool:
-        """Whether modules, parameters and optimizer slots are the same objects; a lookup per tensor."""
-        try:
-            now = map(getitem, self._holders, self._names)
-            return all(map(is_, now, self._objects)) and list(map(len, self._sized)) == self._sizes
-        except (KeyError, IndexError):
-            return False
+        """Whether modules, parameters and optimizer slots are the same objects; for the training thread."""
+        return self.quick.same() and self.thorough.same()
 
     def fits(self, now: Collected) -> bool:
         """Whether freshly collected "call" tensors have the keys, dtypes and shapes of the plan."""
-        planned = {k: e.tensor for k, e in self.tensors.items() if e.kind == "call"}
+        planned = self._call
         return planned.keys() == now.tensors.keys() and all(
-            p.dtype == now.tensors[k].dtype and p.shape == now.tensors[k].shape for k, p in planned.items()
+            (tensor.dtype, tensor.shape) == planned[key] for key, tensor in now.tensors.items()
         )
-
-    def watch(self, holder: Any, name: Any, thing: Any) -> None:
-        """Count the structure as changed when `holder[name]` is no longer `thing`."""
-        self._holders.append(holder)
-        self._names.append(name)
-        self._objects.append(thing)
-
-    def watch_size(self, thing: Sized) -> None:
-        """Count the structure as changed when the length of `thing` changes."""
-        self._sized.append(thing)
-        self._sizes.append(len(thing))
 
 
 def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
@@ -136,12 +124,13 @@ def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
             _flatten_optimizer(flat, prefix, thing, known, names)
         elif not isinstance(thing, nn.Module):
             flat._sources.append(_object_source(state, entry, prefix))
-    flat.watch_size(state)
+    flat.quick.add_size(state)
     for key, tensor in flat.collect().tensors.items():
         if key in flat.tensors:
             raise StateError(f"two tensors of the state are both named {key!r}: rename one of the entries")
         refuse_unstorable(key, tensor)
         flat.tensors[key] = TensorEntry(key, tensor, "call", "/rank-" in key)
+        flat._call[key] = (tensor.dtype, tensor.shape)
     return flat
 
 
@@ -224,12 +213,12 @@ def _flatten_module(
         )
         for is_buffer, holder in holders:
             live.update({dot + name: (holder, name, is_buffer) for name in holder})
-            flat.watch_size(holder)
+            flat.thorough.add_size(holder)
         if f"{dot}_extra_state" in stored:
             extra.append((paths[raw], module))
-        flat.watch_size(module._modules)
+        flat.thorough.add_size(module._modules)
         for name, child in module._modules.items():
-            flat.watch(module._modules, name, child)
+            flat.thorough.add(module._modules, name, child)
     buffers: list[tuple[str, Mapping[str, Any], str]] = []
     evaluated: list[tuple[str, str]] = []
     for raw, value in stored.items():
@@ -243,7 +232,7 @@ def _flatten_module(
         elif is_buffer:
             memory = same_memory(value)
             if memory in known and value.numel():
-                flat.watch(holder, name, value)
+                flat.quick.add(holder, name, value)
                 flat.aliases[key] = known[memory]
             else:
                 known[memory] = key
@@ -252,7 +241,7 @@ def _flatten_module(
             _add(flat, key, value, "step", known)
             names.setdefault(id(value), (prefix, clean_key(raw, paths)))
             if not is_dtensor(value):
-                flat.watch(holder, name, value)
+                flat.quick.add(holder, name, value)
     if buffers or extra or evaluated:
         flat._sources.append(_module_source(prefix, root, buffers, extra, evaluated))
 
@@ -298,26 +287,26 @@ def _flatten_optimizer(
     }
     plain: list[tuple[str, dict[str, Any], list[str]]] = []
     nested: list[tuple[str, dict[str, Any]]] = []
-    flat.watch_size(optimizer.state)
-    flat.watch_size(optimizer.param_groups)
+    flat.quick.add_size(optimizer.state)
+    flat.quick.add_size(optimizer.param_groups)
     for group in optimizer.param_groups:
-        flat.watch_size(group["params"])
+        flat.quick.add_size(group["params"])
     for p, slots in optimizer.state.items():
         fqn = fqns.get(id(p)) or (p if isinstance(p, str) else None)
         if fqn is None:
             raise StateError(
                 f"{prefix}.state holds an entry for a parameter that is in none of its param groups"
             )
-        flat.watch(optimizer.state, p, slots)
+        flat.thorough.add(optimizer.state, p, slots)
         if not isinstance(slots, dict) or any(isinstance(v, dict | list | tuple) for v in slots.values()):
             nested.append((fqn, slots))
             continue
-        flat.watch_size(slots)
+        flat.thorough.add_size(slots)
         others = []
         for slot, value in slots.items():
             if isinstance(value, Tensor):
                 _add(flat, f"{prefix}.state.{fqn}.{slot}", value, "step", known)
-                flat.watch(slots, slot, value)
+                flat.thorough.add(slots, slot, value)
             else:
                 others.append(slot)
         if others:

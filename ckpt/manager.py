@@ -170,7 +170,8 @@ class CheckpointManager:
         self._record_parent()
         if found is not None:
             self._step = found.step
-            self._settler.last_committed_step = found.step
+            if found.run_uri == self.run.uri:
+                self._settler.last_committed_step = found.step
             self._saver.prepare()
         return found
 

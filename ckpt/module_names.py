@@ -44,7 +44,8 @@ def clean_key(raw: str, paths: Mapping[str, str]) -> str:
         head = head.rpartition(".")[0]
         if head in paths:
             tail = raw[len(head) + 1 :] if head else raw
-            tail = ".".join(part for part in tail.split(".") if part not in _WRAPPED)
+            if "." in tail:
+                tail = ".".join(part for part in tail.split(".") if part not in _WRAPPED)
             return f"{paths[head]}.{tail}" if paths[head] else tail
     return raw
 

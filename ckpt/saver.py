@@ -53,6 +53,7 @@ class Saver:
         self._current: Plan | None = None
         self._staging: list[Attempt] = []
         self._pointers_move = False
+        self._slots_change = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckpt-stage", daemon=True)
         self._thread.start()
@@ -184,8 +185,11 @@ class Saver:
             if self._plan is None:
                 self.prepare()
             plan = self._result()
-            stage = plan.stages[attempt.slot]
-            if plan.flat.same_structure() and (not self._pointers_move or stage.refresh()):
+            stage, flat = plan.stages[attempt.slot], plan.flat
+            # Looked at in the background as a rule; a state that changes there is looked at here
+            # from then on.
+            same = flat.quick.same() and (not self._slots_change or flat.thorough.same())
+            if same and (not self._pointers_move or stage.refresh()):
                 now = plan.flat.collect()
                 if plan.flat.fits(now):
                     return plan, now
@@ -244,7 +248,10 @@ class Saver:
 
         def movable() -> None:
             self._pointers_move = self._pointers_move or stage.moved() is not None
-            if complaint := stage.live_complaint(taken):
+            if not plan.flat.thorough.same():
+                self._slots_change = True
+                attempt.go_wrong("replan", "modules or optimizer slots were replaced")
+            elif complaint := stage.live_complaint(taken):
                 attempt.go_wrong("changed", complaint)
             attempt.movable.set()
 

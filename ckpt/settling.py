@@ -142,6 +142,7 @@ class Settler:
             except Exception as error:
                 for attempt in self.in_flight():
                     attempt.go_wrong("failed", str(error))
+                    self.writer.abort(str(error), attempt.name)
                     self._end(attempt, f"failed: {error}")
 
     def _hear(self, event: Event) -> None:

@@ -25,8 +25,10 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, detached, same memory: a DTensor's local shard, or the tensor."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
     with torch.no_grad():
-        part = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return part.detach()
 
 
@@ -39,15 +41,18 @@ def refuse_unstorable(key: str, tensor: Tensor) -> None:
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for tensors that are the same elements of the same memory."""
-    part = local_part(tensor)
-    if part.numel() == 0 or part.device.type == "meta":
+    spread = is_dtensor(tensor)
+    part = local_part(tensor) if spread else tensor
+    if not part.numel() or part.device.type == "meta":
         return (id(tensor),)
-    spec = (str(getattr(tensor, "placements", ())), tuple(tensor.shape)) if is_dtensor(tensor) else ()
-    bits = (part.is_conj(), part.is_neg())
-    return (str(part.device), part.data_ptr(), tuple(part.shape), part.stride(), part.dtype, bits, spec)
+    spec = (str(getattr(tensor, "placements", ())), tuple(tensor.shape)) if spread else ()
+    lazy = (part.is_conj(), part.is_neg()) if part.dtype.is_complex or part.is_neg() else ()
+    return (part.device, part.data_ptr(), part.shape, part.stride(), part.dtype, lazy, spec)
 
 
 def _unstorable(tensor: Tensor) -> str | None:
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.dtype in _STORABLE:
+        return "it is on the meta device and has no values" if tensor.is_meta else None
     from torch.nn.parameter import is_lazy
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -61,8 +66,10 @@ def _unstorable(tensor: Tensor) -> str | None:
         return _unstorable(local_part(tensor))
     if is_traceable_wrapper_subclass(tensor):
         return f"it is a {type(tensor).__name__}, which wraps other tensors: store those instead"
-    if tensor.device.type == "meta":
-        return "it is on the meta device and has no values"
-    if dtype_name(tensor.dtype) not in DTYPES:
+    if tensor.dtype not in _STORABLE:
         return f"files have no dtype {tensor.dtype}: convert it to a plain one, such as uint8"
-    return None
+    return "it is on the meta device and has no values" if tensor.is_meta else None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_STORABLE = {dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)}
