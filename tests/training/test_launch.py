@@ -211,6 +211,18 @@ def test_a_second_trainer_on_a_live_run_is_refused_by_name(tmp_path, launched):
     assert first.pids()
 
 
+@pytest.mark.long
+def test_a_trainer_whose_run_was_taken_over_stops_as_fenced(tmp_path, launched):
+    run = tmp_path / "run"
+    first = launched(run, slow(steps=4000))
+    follow_to(first, 2)
+    second = launched(run, slow(steps=4000), takeover=True)
+    follow_to(second, 2)
+    assert first.wait(60).state == "fenced"
+    second.request_stop("enough")
+    assert second.wait(60).state == "preempted"
+
+
 def test_a_trainer_that_does_not_stop_in_time_is_killed_with_all_its_children(tmp_path, launched):
     changes = {"model.at": {"5": f"hang:{tmp_path / 'hangs'}"}, "trainer.workers": 2}
     trainer = launched(tmp_path / "run", changes, grace_s=1.5)

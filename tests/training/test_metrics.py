@@ -11,6 +11,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from tests.training.waiting import until
 from training import metrics_sender
 from training.metrics import Metrics
@@ -156,3 +158,24 @@ def end_sender(folder):
             continue
         if b"training.metrics_sender" in words and str(folder).encode() in words:
             os.kill(int(entry), signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_lines_arrive_in_a_real_mlflow_run_each_once(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    run_id = client.create_run(client.create_experiment("toys")).info.run_id
+    spooled(tmp_path, *(Line("loss", step, 1.0 / step, step) for step in range(1, 6)))
+    (tmp_path / "tracking.json").write_text(json.dumps({"uri": client.tracking_uri, "run_id": run_id}))
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-m", "training.metrics_sender", str(tmp_path)],
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+    spool = Spool(tmp_path)
+    until(lambda: spool.count_unsent() == 0, 60, "all lines sent")
+    spool.close()
+    history = client.get_metric_history(run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(s, 1.0 / s) for s in range(1, 6)]
