@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,11 @@ def check_disk(store: Store, one: int, kept: int | None) -> Verdict:
     if one > free:
         return Verdict(f"{text}: free some space or choose another place", None)
     if kept is None:
-        warning = f"{text}: all are kept, which is room for {free // one}" if free < 10 * one else None
+        warning = (
+            f"{text}: nothing bounds how many are kept, room is for {free // one}"
+            if free < 10 * one
+            else None
+        )
     else:
         # Retention removes the oldest only when the newest is committed, so one more than is kept exists.
         needed = (kept + 1) * one
@@ -56,6 +61,23 @@ def settle(verdict: Verdict) -> str | None:
     if verdict.refusal:
         raise StorageError(verdict.refusal)
     return verdict.warning
+
+
+def foresee(
+    state: Mapping[str, Any], store: Store, keep: object, slots: int, say: Callable[[str], None]
+) -> None:
+    """Say what memory and disk will lack, by an estimate: before the first step nothing is certain."""
+    size = estimate(state)
+    for verdict in (check_memory(size * slots), check_disk(store, size, kept_by(keep))):
+        text = verdict.refusal or verdict.warning
+        if text:
+            say(f"by an estimate of the state to come, {text}")
+
+
+def kept_by(keep: object) -> int | None:
+    """How many checkpoints a keep policy keeps, None if that has no limit or can't be told."""
+    n = getattr(keep, "n", None)
+    return n if isinstance(n, int) and n > 0 else None
 
 
 def free_disk(store: Store) -> int | None:
@@ -121,7 +143,7 @@ def _left(limit: Path, used: Path, stat: Path) -> int | None:
         return None
 
 
-def estimate(state: dict[str, Any]) -> int:
+def estimate(state: Mapping[str, Any]) -> int:
     """Bytes that the state will take once the optimizers have run: tensors now, and Adam's moments to
     come.
     """

@@ -1,8 +1,8 @@
 """Turn a live training state into a flat list of named tensors and plain values.
 
-Flattening happens once. Later saves look its result up again without walking a module:
-`Flat.same_structure` compares object identities, and `Flat.collect` evaluates the small part
-that may change at any time. Tensors are never copied here.
+Flattening happens once. Later saves look its result up again without walking a module: `Flat.quick`
+and `Flat.thorough` compare object identities, and `Flat.collect` evaluates the small part that may
+change at any time. Tensors are never copied here.
 
 Names. A module's tensors are `<entry>.<fqn>` with no wrapper in the fqn, an optimizer's are
 `<entry>.state.<parameter fqn>.<slot>`, those inside any other object's state `<entry>.<path>`.
@@ -94,10 +94,6 @@ class Flat:
         for source in self._sources:
             source(now)
         return now
-
-    def same_structure(self) -> bool:
-        """Whether modules, parameters and optimizer slots are the same objects; for the training thread."""
-        return self.quick.same() and self.thorough.same()
 
     def fits(self, now: Collected) -> bool:
         """Whether freshly collected "call" tensors have the keys, dtypes and shapes of the plan."""

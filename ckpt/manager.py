@@ -13,8 +13,9 @@ from ckpt import capacity, environment, hooks
 from ckpt.attempts import Attempt
 from ckpt.checkpoint import Checkpoint
 from ckpt.deciding import Decider
-from ckpt.errors import Fenced, StateError, StorageError
+from ckpt.errors import Fenced, StorageError
 from ckpt.history import History
+from ckpt.inputs import check_options, plain_metrics
 from ckpt.joining import join_team, named_error, shared_launch
 from ckpt.launches import record_end, record_parent
 from ckpt.planning import Plan
@@ -73,7 +74,7 @@ class CheckpointManager:
 
         Raises RunBusy, StateError, StorageError; on one rank what went wrong on rank 0.
         """
-        _check_options(max_failed_saves, when_busy, slots, rank_timeout_s)
+        check_options(max_failed_saves, when_busy, slots, rank_timeout_s)
         options = WriterOptions(
             digest=digest, threads=threads, bandwidth_limit=bandwidth_limit, posthumous_s=posthumous_s
         )
@@ -98,19 +99,13 @@ class CheckpointManager:
         self._versions = environment.versions()
         self._ended = False
         self._closed = False
-        self._warn_of_capacity(capacity.estimate(dict(state)))
-        self._settler = Settler(
-            self._team,
-            lambda: WriterClient.start(self.run.uri, self._team.rank, self.launch.number, options=options),
-            {"run_id": self.run.id, "launch": self.launch.number},
-            self._tally,
-            rank_timeout_s=rank_timeout_s,
-            tell=self._tell,
-            say=self._say,
-            committed=self._committed,
-            restarted=lambda: self._saver.restore_arenas(),
-            step_now=lambda: self._step or 0,
-        )
+        if self._team.rank == 0:
+            capacity.foresee(state, self.run.store, self._keep, slots, self._say)
+        try:
+            self._settler = self._make_settler(options, rank_timeout_s)
+        except BaseException as error:
+            self.finish("failed", str(error))
+            raise
         self._saver = Saver(
             state,
             self._team,
@@ -168,6 +163,11 @@ class CheckpointManager:
         )
         self.parent = found
         self._record_parent()
+        if found is not None and self._team.rank == 0:
+            now = self._versions | self._environment()
+            then = found.manifest.versions | found.manifest.environment
+            for line in environment.differences(then, now):
+                self._say(f"the bits of this run may differ from those of the saved one: {line}")
         if found is not None:
             self._step = found.step
             if found.run_uri == self.run.uri:
@@ -280,6 +280,20 @@ class CheckpointManager:
             self._ended = True
             record_end(self.run, self.launch, outcome, cause, self._step)
 
+    def _make_settler(self, options: WriterOptions, rank_timeout_s: float) -> Settler:
+        return Settler(
+            self._team,
+            lambda: WriterClient.start(self.run.uri, self._team.rank, self.launch.number, options=options),
+            {"run_id": self.run.id, "launch": self.launch.number},
+            self._tally,
+            rank_timeout_s=rank_timeout_s,
+            tell=self._tell,
+            say=self._say,
+            committed=self._committed,
+            restarted=lambda: self._saver.restore_arenas(),
+            step_now=lambda: self._step or 0,
+        )
+
     def _save_last(self, step: int | None, deadline: float) -> None:
         self._settler.drain(max(0.0, deadline - time.monotonic()))
         if step is None or self._settler.last_committed_step == step:
@@ -325,7 +339,7 @@ class CheckpointManager:
             self._saver.prepare()
         name = f"step-{step:09d}-{self.launch.number:05d}-{token}"
         lead = self._lead if self._team.rank == 0 else None
-        attempt = self._saver.begin(name, step, slot, _plain(metrics), lead)
+        attempt = self._saver.begin(name, step, slot, plain_metrics(metrics), lead)
         self._tally.add(stall_s=attempt.stall_s)
         return attempt
 
@@ -350,8 +364,11 @@ class CheckpointManager:
             else None,
             "config": self._config,
             "versions": self._versions,
-            "environment": environment.environment() | {"world_size": self._team.world_size},
+            "environment": self._environment(),
         }
+
+    def _environment(self) -> dict[str, Any]:
+        return environment.environment() | {"world_size": self._team.world_size}
 
     def _record_parent(self) -> None:
         self._parent_recorded = True
@@ -362,13 +379,10 @@ class CheckpointManager:
         return self._history.committed(attempt) if self._team.rank == 0 else []
 
     def _on_plan(self, plan: Plan) -> None:
-        self._warn_of_capacity(plan.layout.size)
-
-    def _warn_of_capacity(self, size: int) -> None:
-        if self._team.rank == 0 and size:
-            kept = getattr(self._keep, "n", None)
-            verdict = capacity.check_disk(self.run.store, size * self._team.world_size, kept)
-            warning = capacity.settle(verdict)
+        if self._team.rank == 0:
+            size = plan.layout.size * self._team.world_size
+            kept = capacity.kept_by(self._keep)
+            warning = capacity.settle(capacity.check_disk(self.run.store, size, kept))
             if warning:
                 self._say(warning)
 
@@ -377,18 +391,3 @@ class CheckpointManager:
             self._on_event(event)
         if event["state"] == "failed":
             self._say(f"the save of step {event['step']} was not committed: {event['error']}")
-
-
-def _check_options(max_failed_saves: int, when_busy: str, slots: int, rank_timeout_s: float) -> None:
-    if when_busy not in ("skip", "wait"):
-        raise StateError(f"when_busy must be 'skip' or 'wait', not {when_busy!r}")
-    for name, value in (("max_failed_saves", max_failed_saves), ("slots", slots)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise StateError(f"{name} must be a whole number from 1 on, not {value!r}")
-    if not rank_timeout_s > 0:
-        raise StateError(f"rank_timeout_s must be above 0 seconds, not {rank_timeout_s!r}")
-
-
-def _plain(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Metrics without tensors and NumPy scalars."""
-    return {str(k): v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}

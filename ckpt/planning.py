@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Plan:
-    """Valid as long as `flat.same_structure()`; `number` tells plans apart. `tensors` is the part's entry."""
+    """Valid as long as what `flat` watches is the same; `number` tells plans apart. `tensors` is the
+    part's entry.
+    """
 
     number: int
     flat: Flat

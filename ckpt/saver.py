@@ -149,8 +149,9 @@ class Saver:
         start = time.perf_counter()
         for attempt in self._staging:
             attempt.movable.wait()
-            if attempt.plan is not None:
-                attempt.plan.stages[attempt.slot].join_device()
+            plan = attempt.plan  # gone once the attempt has ended, when there is nothing left to wait for
+            if plan is not None and (stage := plan.stages.get(attempt.slot)) is not None:
+                stage.join_device()
         spent = time.perf_counter() - start
         for attempt in self._staging:
             attempt.join_s += spent

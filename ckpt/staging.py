@@ -161,7 +161,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
             else:
                 target.copy_(source, non_blocking=source.is_cuda)
         return
-    torch._foreach_copy_(targets, sources, non_blocking=sources[0].is_cuda)
+    torch._foreach_copy_(targets, sources, non_blocking=any(source.is_cuda for source in sources))
 
 
 _BYTES_ONLY = {
@@ -176,17 +176,18 @@ def _odd(source: Tensor) -> bool:
 
 
 class _CudaCopies:
-    """The side stream of one stage on one device, and the events that order it against training's stream."""
+    """A side stream for each device of a stage, and the events that order it against training's stream."""
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
-        self._device = next(source.device for source in sources if source.is_cuda)
-        self._stream = torch.cuda.Stream(self._device)
-        self._called = torch.cuda.Event()
-        self._done = torch.cuda.Event()
+        devices = {source.device for source in sources if source.is_cuda}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        self._called = {device: torch.cuda.Event() for device in devices}
+        self._done = {device: torch.cuda.Event() for device in devices}
 
     def mark(self) -> None:
-        """Remember what training's stream has queued so far: the state of the call."""
-        self._called.record(torch.cuda.current_stream(self._device))
+        """Remember what training's streams have queued so far: the state of the call."""
+        for device, event in self._called.items():
+            event.record(torch.cuda.current_stream(device))
 
     def copy(
         self,
@@ -197,29 +198,30 @@ class _CudaCopies:
         queued: Callable[[], None],
     ) -> None:
         """Queue all copies, say so, then follow them to advance the watermark."""
-        events: list[tuple[torch.cuda.Event, int]] = []
-        with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._called)
-            for batch, end in batches:
-                _copy(
-                    [targets[i] for i in batch if sources[i].is_cuda],
-                    [sources[i] for i in batch if sources[i].is_cuda],
-                )
-                event = torch.cuda.Event()
-                event.record(self._stream)
-                events.append((event, end))
-            self._done.record(self._stream)
-            for batch, _ in batches:
-                on_host = [i for i in batch if not sources[i].is_cuda]
-                _copy([targets[i] for i in on_host], [sources[i] for i in on_host])
+        reached: list[list[torch.cuda.Event]] = [[] for _ in batches]
+        with torch.no_grad():
+            for device, stream in self._streams.items():
+                with torch.cuda.device(device), torch.cuda.stream(stream):
+                    stream.wait_event(self._called[device])
+                    for (batch, _), events in zip(batches, reached, strict=True):
+                        mine = [i for i in batch if sources[i].device == device]
+                        _copy([targets[i] for i in mine], [sources[i] for i in mine])
+                        event = torch.cuda.Event()
+                        event.record(stream)
+                        events.append(event)
+                    self._done[device].record(stream)
+            on_host = [i for batch, _ in batches for i in batch if not sources[i].is_cuda]
+            _copy([targets[i] for i in on_host], [sources[i] for i in on_host])
         queued()
-        for event, end in events:
-            event.synchronize()
+        for (_, end), events in zip(batches, reached, strict=True):
+            for event in events:
+                event.synchronize()
             progress(end)
 
     def join(self) -> None:
-        """Let training's stream wait for the copies on the device; the host goes on."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        """Let training's streams wait for the copies on their devices; the host goes on."""
+        for device, event in self._done.items():
+            torch.cuda.current_stream(device).wait_event(event)
 
 
 def pin(arena: Arena) -> Callable[[], None]:

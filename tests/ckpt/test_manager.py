@@ -441,3 +441,41 @@ def test_an_error_of_the_storage_names_the_run(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(StorageError):
         manager(tmp_path, {})
+
+
+def test_what_may_change_bits_is_named_when_a_run_is_resumed_under_other_conditions(tmp_path, monkeypatch):
+    from ckpt import environment
+
+    m = manager(tmp_path, {"x": 1})
+    m.save(1, wait=True)
+    m.close()
+    now = environment.environment()
+    monkeypatch.setattr(environment, "environment", lambda: {**now, "threads": 99, "host": "another"})
+    m = manager(tmp_path, {"x": 1})
+    m.restore()
+    m.close(save=False)
+    assert [line for line in m.said if "bits" in line and f"threads was {now['threads']}, is 99" in line]
+    assert not any("host" in line for line in m.said)
+
+
+def test_a_small_disk_is_warned_of_before_the_first_step(tmp_path, monkeypatch):
+    from ckpt import capacity
+
+    monkeypatch.setattr(capacity, "free_disk", lambda _: 30_000)
+    toy = Toy()
+    m = manager(tmp_path, toy.state, keep=KeepLast(10))
+    assert any("free at" in line and "keeping 10" in line for line in m.said)
+    m.close(save=False)
+
+
+def test_a_closed_manager_frees_its_run_and_says_how_the_launch_ended(tmp_path):
+    for number, (save, outcome) in enumerate([(True, "finished"), (False, "preempted")], start=1):
+        m = manager(tmp_path, {"x": 1})
+        m.step(number)
+        m.close(save=save)
+        assert list_launches(m.run.store)[-1].end["outcome"] == outcome
+    m = manager(tmp_path, {"x": 1})
+    m.finish("failed", "because")
+    m.close(save=False)
+    end = list_launches(m.run.store)[-1].end
+    assert (end["outcome"], end["cause"]) == ("failed", "because")

@@ -255,3 +255,40 @@ def test_a_run_that_is_busy_is_refused_on_every_rank(tmp_path, ranks):
     texts = ranks.run(_busy, str(tmp_path))
     holder.close(save=False)
     assert all("being written to by launch 1" in text for text in texts)
+
+
+def _sharded(rank, folder):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, bias=False), nn.Linear(3, 1))
+    model[3].weight.requires_grad_(False)
+    fully_shard(model[0])
+    fully_shard(model)
+    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    state = {"model": model, "optim": optim}
+    options = {"process_group": dist.group.WORLD, "rank_timeout_s": 20}
+    m = manager(Path(folder), state, save=EverySteps(1), when_busy="wait", keep=KeepLast(-1), **options)
+    expected = {}
+    for step in range(1, 5):
+        optim.zero_grad()
+        model(torch.full((4, 5), float(rank + step))).square().mean().backward()
+        optim.step()
+        with torch.no_grad():
+            model(torch.ones(4, 5))  # leaves the root unsharded, as an evaluation does
+        whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in copy_of(state).items()}
+        expected[step] = {k: v.clone() for k, v in whole.items()}
+        m.step(step)
+    m.close()
+    return expected, m.stats.voided, m.said
+
+
+def test_sharded_parameters_and_their_optimizer_state_are_saved_whole(tmp_path, ranks):
+    (expected, voided, said), (_, also_voided, _) = ranks.run(_sharded, str(tmp_path))
+    assert (voided, also_voided) == (0, 0), said
+    assert steps(tmp_path) == [4, 3, 2, 1]
+    for step, tensors in expected.items():
+        found = stored(tmp_path, step)
+        assert found.keys() == tensors.keys()
+        assert same(found, tensors)
