@@ -156,6 +156,8 @@ def _evaluate(args: list[str], began: float) -> int:
 def _run(name: str, plan: Plan, args: list[str], began: float) -> int:
     """Train what was planned under a flow run of Prefect."""
     terminal = Terminal()
+    if not plan.finished:
+        terminal.line(plan.opening())
     for note in plan.notes:
         terminal.line(note)
     session = Session(plan, terminal, began)

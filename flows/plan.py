@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.checkpoint import Checkpoint
-from ckpt.discover import checkpoints, find
+from ckpt.discover import checkpoints, find, newest_valid
 from ckpt.errors import NotCommitted, RunBusy
 from ckpt.launches import Launch, list_launches
 from ckpt.liveness import is_live
@@ -73,6 +73,13 @@ class Plan:
     def shown_logs(self) -> str:
         """The log folder as a person would type it."""
         return shown(str(self.log_dir))
+
+    def opening(self) -> str:
+        """The composed config in short: what was chosen of each group, and what was overridden."""
+        groups = ("model", "data", "optim", "schedule", "strategy", "launcher", "storage", "tracking")
+        chosen = [f"{g}={self.composed.choices[g]}" for g in groups if self.composed.choices.get(g)]
+        over = [t for t in self.overrides if split(t).key not in (*self.composed.choices, "run")]
+        return "\n  ".join(["config: " + " ".join(chosen), *([" ".join(over)] if over else [])])
 
     def headline(self, params: int | None) -> str:
         """`run brave-otter  runs/brave-otter  2.4 M params, saves every 20 steps`"""
@@ -152,11 +159,15 @@ def plan_resume(overrides: Sequence[str]) -> Plan:
         )
     step = newest_step(run.uri)
     which = options.get("which", "latest")
-    done = which == "latest" and is_finished(launches, step, composed)
-    if not takeover and not done:
+    if not takeover:
         _refuse_if_live(run, launches)
-    which = _attempt_for(which, run, composed)
     notes = [f"changed: {d}" for d in differences]
+    done = which == "latest" and is_finished(launches, step, composed)
+    if done:
+        # Nothing is left to do only if what was reached proves valid; else it is trained again from before.
+        newest = newest_valid(run, quick=False, say=notes.append)
+        done = newest is not None and newest.step == step
+    which = _attempt_for(which, run, composed)
     if last is None:
         notes.append(f"run {run.name} has not begun to train yet: it starts fresh")
     return Plan(run, composed, composed.overrides, which, takeover, done, step, tuple(notes))

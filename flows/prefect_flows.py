@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, cast
 
-from prefect import flow, get_run_logger
+from prefect import Flow, flow, get_run_logger
 from prefect import runtime as prefect_runtime
 from prefect.states import Completed, Failed, State
 from pydantic import Field
@@ -34,9 +34,10 @@ def hand_over(session: Session) -> None:
     _handed_over.append(session)
 
 
-def call(which: str, name: str, **parameters: Any) -> State[Any]:
+def call(which: str, name: str, /, **parameters: Any) -> State[Any]:
     """Run `train`, `resume` or `evaluate` here and now, under a flow run of that name; its final state."""
-    chosen = {"train": train, "resume": resume, "evaluate": evaluate}[which]
+    flows: dict[str, Flow[..., Any]] = {"train": train, "resume": resume, "evaluate": evaluate}
+    chosen = flows[which]
     return cast(State[Any], chosen.with_options(flow_run_name=name)(**parameters, return_state=True))
 
 
@@ -81,6 +82,8 @@ def _train_or_resume(make: Any) -> State[Any]:
         except (ConfigError, CheckpointError) as error:
             terminal.line(str(error))
             return Failed(message=str(error))
+        if not plan.finished:
+            terminal.line(plan.opening())
         for note in plan.notes:
             terminal.line(note)
         session = Session(plan, terminal, time.monotonic())

@@ -265,7 +265,7 @@ def test_the_demo_tells_its_story_alone_in_the_world_and_again(project):
         del project.env[name]
     names = set()
     for _ in range(2):
-        told = project.cli("demo", "model=mlp", "data=digits", timeout=280)
+        told = project.cli("demo", "model=mlp", "data=digits", "checkpoint.when_busy=wait", timeout=280)
         assert told.code == 0, told
         name = re.search(r"^run ([a-z]+-[a-z]+)  ", told.out, re.MULTILINE)[1]
         names.add(name)

@@ -171,3 +171,29 @@ def test_the_composed_config_and_help_can_be_looked_at_without_training(empty_pr
     assert "run: '1e3'" in shown.out
     assert "python -m flows.resume run=NAME" in empty_project.cli("resume", "--help").out
     assert list(empty_project.home.iterdir()) == []
+
+
+def test_damage_to_the_newest_checkpoint_is_named_and_the_one_before_taken(project):
+    assert project.cli("train", *SMALL, "run=heron").code == 0
+    newest, older = sorted(project.run_dir("heron").glob("step-*"), reverse=True)
+    flip(next(newest.glob("*.safetensors")))
+    resumed = project.cli("resume", "run=heron")
+    assert resumed.code == 0, resumed
+    assert newest.name in resumed.out
+    assert "resume from step 10 (verified)" in resumed.out
+    assert "finished 20 steps" in resumed.out
+
+    for shard in project.run_dir("heron").glob("step-*/*.safetensors"):
+        os.truncate(shard, shard.stat().st_size // 2)
+    before = sorted(p.name for p in project.run_dir("heron").rglob("*"))
+    failed = project.cli("resume", "run=heron")
+    assert failed.code == 1, failed
+    assert older.name in failed.err + failed.out
+    assert sorted(p.name for p in project.run_dir("heron").rglob("*")) == before
+
+
+def flip(path):
+    """Flip one bit in the last byte."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
