@@ -21,6 +21,7 @@ class Control:
 
     def __init__(self, path: str | None, rank: int, restart: int, log: str | None, pid: int) -> None:
         self.rank = rank
+        self.flow_gone = False
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         if path:
@@ -67,6 +68,7 @@ class Control:
             except OSError:
                 data = b""
             if not data:
+                self.flow_gone = True
                 on_stop(FLOW_GONE, "preempted")
                 return
             *lines, pending = (pending + data).split(b"\n")

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -39,6 +40,9 @@ def main() -> int:
     try:
         return train(job, group, log, control, stop)
     finally:
+        if control.flow_gone and group.rank == 0:
+            # Nobody else is left to remove the launch's private folder, which holds its whole configuration.
+            shutil.rmtree(Path(os.environ[CONFIG]).parent, ignore_errors=True)
         control.close()
 
 

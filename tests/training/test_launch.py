@@ -144,7 +144,10 @@ def test_m1_a_trainer_saves_and_stops_when_its_flow_is_killed(tmp_path, monkeypa
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps({**given, "log_dir": str(run / "logs")}))
     flow = subprocess.Popen(
-        [sys.executable, "-m", "tests.training.flow", str(spec)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.training.flow", str(spec)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     pids = []
     try:
@@ -159,6 +162,7 @@ def test_m1_a_trainer_saves_and_stops_when_its_flow_is_killed(tmp_path, monkeypa
         flow.stdout.close()
     assert len(pids) == 4  # the agent, its rank, two loader workers
     until(lambda: not any(alive(pid) for pid in pids), 30, "the end of every process")
+    assert not list(tmp_path.glob("trainer-*")), "the private folder was left behind"
     assert last_end(run)["outcome"] == "preempted"
     assert ckpt.latest_valid(str(run)).step == last_end(run)["last_step"] >= 7
     last = last_end(run)["last_step"] + 5
