@@ -5,23 +5,10 @@ import shutil
 import sys
 from pathlib import Path
 
-LINKED = [
-    "ckpt", "training", "flows", "conf", "tests", ".ci", "Makefile", "constraints.txt", "prefect.yaml", "LICENSE",
-]
-    "ckpt",
-    "training",
-    "flows",
-    "conf",
-    "tests",
-    ".ci",
-    "Makefile",
-    "constraints.txt",
-    "prefect.yaml",
-    "LICENSE",
-    ".gitignore",
-]
+LINKED = ["ckpt", "training", "flows", "conf", "tests", ".ci"]
+LINKED += ["Makefile", "constraints.txt", "prefect.yaml", "LICENSE"]
 TEMPLATE_ONLY = ["tests/template"]
-TEMPLATE_DIR = {{cookiecutter.__template_dir | tojson}}
+TEMPLATE_DIR = {{ cookiecutter.__template_dir | tojson }}
 
 
 def template_root() -> Path | None:

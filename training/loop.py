@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ckpt.manager import CheckpointManager
 from torch import Tensor, nn
 
+from ckpt.manager import CheckpointManager
 from training import hyper
 from training.control import Control
 from training.data.protocol import Dataset
