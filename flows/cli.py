@@ -184,7 +184,15 @@ def _run(name: str, plan: Plan, args: list[str], began: float) -> int:
         return EXIT_CODE
     prefect_flows.hand_over(session)
     parameters = {"overrides": args} if name == "train" else {"run": plan.name, "overrides": args}
-    state = prefect_flows.call(name, plan.name, **parameters)
+    try:
+        state = prefect_flows.call(name, plan.name, **parameters)
+    except Exception as error:
+        # Nobody answers at the configured address, or not as Prefect does: no flow run, so no training
+        # either.
+        session.stop("Prefect is not available")
+        session.done.wait()
+        terminal.line(f"Prefect failed: {type(error).__name__}: {error}\n{summary.stopped(session)}")
+        return FAILED
     if interrupts.seen():
         return EXIT_CODE
     return OK if state.is_completed() else TERMINATED if state.is_cancelled() else FAILED

@@ -76,7 +76,7 @@ class Plan:
 
     def opening(self) -> str:
         """The composed config in short: what was chosen of each group, and what was overridden."""
-        groups = ("model", "data", "optim", "schedule", "strategy", "launcher", "storage", "tracking")
+        groups = ("model", "data", "optim", "schedule", "strategy")
         chosen = [f"{g}={self.composed.choices[g]}" for g in groups if self.composed.choices.get(g)]
         over = [t for t in self.overrides if split(t).key not in (*self.composed.choices, "run")]
         return "\n  ".join(["config: " + " ".join(chosen), *([" ".join(over)] if over else [])])

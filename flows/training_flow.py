@@ -69,6 +69,9 @@ def follow(session: Session) -> State[Any]:
         say(summary.stopped(session))
         raise
     finally:
+        if not session.done.is_set():
+            session.stop("its flow ended")
+            session.done.wait(GRACE_S)
         _SESSIONS.pop(plan.run.uri, None)
     outcome = session.outcome
     assert outcome is not None

@@ -341,3 +341,14 @@ def test_what_is_configured_for_prefect_is_respected(monkeypatch, tmp_path):
     assert not prefect_home.configure()
     monkeypatch.setenv("PREFECT_PROFILE", "ephemeral")
     assert prefect_home.configure()
+
+
+def test_without_its_prefect_server_a_flow_saves_says_so_and_ends(project):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        project.env["PREFECT_API_URL"] = f"http://127.0.0.1:{taken.getsockname()[1]}/api"
+        done = project.cli("train", *ENDLESS, "run=alone")
+    assert done.code == 1, done
+    assert "Prefect" in done.out
+    assert "python -m flows.resume run=alone" in done.out
+    wait_until(lambda: ours(project) == [], 60)  # metrics wait a while for an MLflow that may still come

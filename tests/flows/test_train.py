@@ -62,7 +62,7 @@ def test_ctrl_c_saves_and_n3_resume_lists_what_differs_and_refuses_what_is_unsaf
     training.expect(r"saved \d+", timeout=150)
     family = training.family()
     training.ctrl_c()
-    assert training.wait(30) == 130, training.out
+    assert training.wait(10) == 130, training.out
     assert "Traceback" not in training.out
     assert "python -m flows.resume run=lark" in training.out
     assert gone(family) == []
