@@ -25,6 +25,7 @@ __all__ = [
     "begin_launch",
     "launch_numbers",
     "list_launches",
+    "parent_facts",
     "read_launch",
     "read_parent",
     "record_end",
@@ -42,7 +43,8 @@ class Launch:
     """One launch; `info` is empty if its file is torn, `parent` and `end` are None where nothing was
     recorded.
 
-    `parent` is `{"attempt", "step", "launch"}` of the checkpoint it restored, or `{"fresh": true}`; `end` is
+    `parent` is `{"attempt", "step", "launch"}` of the checkpoint it restored, `{"uri", "attempt", "step"}` of
+    one from another run, or `{"fresh": true}`; `end` is
     `{"outcome", "cause", "last_step", "ended"}`.
     """
 
@@ -161,12 +163,20 @@ def record_parent(run: Run, launch: Launch, checkpoint: Checkpoint | None) -> No
 
     Raises StorageError if something else was recorded before.
     """
-    content: dict[str, Any] = {"fresh": True}
-    if checkpoint is not None:
-        content = {"attempt": checkpoint.attempt, "step": checkpoint.step, "launch": checkpoint.launch}
+    content = {"fresh": True} if checkpoint is None else parent_facts(run, checkpoint)
     key = launch_file(launch.number, "parent.json")
     if not run.store.create(key, canonical(content)) and read_record(run.store, key) != content:
         raise StorageError(f"{run.uri}/{key} already records another checkpoint than {content}")
+
+
+def parent_facts(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is recorded of the checkpoint that a launch of `run` restored.
+
+    One from another run is named by its address alone: its launch number means nothing in this run's line.
+    """
+    if checkpoint.manifest.run_id != run.id:
+        return {"uri": checkpoint.uri, "attempt": checkpoint.attempt, "step": checkpoint.step}
+    return {"attempt": checkpoint.attempt, "step": checkpoint.step, "launch": checkpoint.launch}
 
 
 def record_end(

@@ -17,7 +17,7 @@ from ckpt.errors import Fenced, StorageError
 from ckpt.history import History
 from ckpt.inputs import check_options, plain_metrics
 from ckpt.joining import join_team, named_error, shared_launch
-from ckpt.launches import record_end, record_parent
+from ckpt.launches import parent_facts, record_end, record_parent
 from ckpt.planning import Plan
 from ckpt.policies import EverySteps, KeepLast, KeepPolicy, SavePolicy
 from ckpt.run import Run, open_run
@@ -357,11 +357,8 @@ class CheckpointManager:
     def _lead(self) -> dict[str, Any]:
         if not self._parent_recorded:
             self._record_parent()
-        parent = self.parent
         return {
-            "parent": {"attempt": parent.attempt, "step": parent.step, "launch": parent.launch}
-            if parent
-            else None,
+            "parent": None if self.parent is None else parent_facts(self.run, self.parent),
             "config": self._config,
             "versions": self._versions,
             "environment": self._environment(),

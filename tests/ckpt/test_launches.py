@@ -11,8 +11,10 @@ import time
 import pytest
 
 from ckpt import launches, liveness, names
+from ckpt.discover import candidates
 from ckpt.errors import Fenced, RunBusy, StateError, StorageError
 from ckpt.launches import assert_not_fenced, begin_launch, list_launches, record_end, record_parent
+from ckpt.run import open_run
 from tests.ckpt import making
 
 DEADLINE_S = 60
@@ -343,6 +345,21 @@ def test_when_numbers_have_run_out_that_is_said(run):
     making.launch(run, 999_999_999)
     with pytest.raises(StorageError, match="no higher one"):
         begin(run)
+
+
+def test_a_parent_from_another_run_never_leads_into_this_runs_own_launches(run, tmp_path):
+    other = open_run(tmp_path / "other")
+    making.launch(other, 1)
+    foreign = making.checkpoint(other, 30)
+    own = making.checkpoint(run, 5)
+    launch = begin(run)
+    record_parent(run, launch, foreign)
+    assert list_launches(run.store)[-1].parent == {
+        "uri": foreign.uri,
+        "attempt": foreign.attempt,
+        "step": 30,
+    }
+    assert [c.step for c in candidates(run)] == [own.step]
 
 
 def test_parent_and_end_are_recorded_once(run):
