@@ -146,7 +146,11 @@ def _put_evaluated(root: nn.Module, tree: Mapping[str, Any]) -> None:
 
 
 def _match_object(plan: RestorePlan, prefix: str, state: Mapping[str, Any], entry: str, flat: Flat) -> None:
-    """Plan an object with `load_state_dict`, or a plain value, which is replaced in the state's mapping."""
+    """Plan an object with `load_state_dict`, or a plain value.
+
+    A plain dict, list or set is changed in place, since the training loop holds the object itself; any other
+    plain value is replaced in the state's mapping.
+    """
     if not plan.has_values(prefix):
         plan.differ("missing", prefix)
         return
@@ -161,10 +165,20 @@ def _match_object(plan: RestorePlan, prefix: str, state: Mapping[str, Any], entr
     value = plan.with_tensors(plan.tree(prefix), _beside(flat))
     if is_stateful(thing):
         plan.actions.append((prefix, lambda: thing.load_state_dict(value)))
+    elif type(thing) is type(value) and isinstance(value, dict | list | set):
+        plan.actions.append((prefix, lambda: _refill(thing, value)))
     elif isinstance(state, MutableMapping):
         plan.actions.append((prefix, lambda: state.__setitem__(entry, value)))
     else:
         plan.differ("other", prefix, "a plain value, which can't be put back into a state that is read-only")
+
+
+def _refill(held: Any, value: Any) -> None:
+    held.clear()
+    if isinstance(held, list):
+        held.extend(value)
+    else:
+        held.update(value)
 
 
 def _beside(flat: Flat) -> Callable[[str], Like]:

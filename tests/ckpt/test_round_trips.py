@@ -85,6 +85,17 @@ class Color(enum.Enum):
     RED = "red"
 
 
+def test_a_loop_that_holds_its_plain_values_itself_sees_them_restored(tmp_path):
+    def made(step):
+        return {"progress": {"step": step, "seen": [step]}, "losses": [1.0] * step, "names": {str(step)}}
+
+    fresh = made(0)
+    held = [fresh["progress"], fresh["losses"], fresh["names"]]
+    restored(tmp_path, made(3), fresh)
+    assert held == [{"step": 3, "seen": [3]}, [1.0] * 3, {"3"}]
+    assert [fresh["progress"], fresh["losses"], fresh["names"]] == held
+
+
 def test_plain_values_of_all_kinds_come_back(tmp_path):
     values = {
         "int": 3,
