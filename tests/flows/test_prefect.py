@@ -343,6 +343,7 @@ def test_what_is_configured_for_prefect_is_respected(monkeypatch, tmp_path):
     assert prefect_home.configure()
 
 
+@pytest.mark.long
 def test_without_its_prefect_server_a_flow_saves_says_so_and_ends(project):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -96,6 +96,7 @@ def test_ctrl_c_saves_and_n3_resume_lists_what_differs_and_refuses_what_is_unsaf
     )
 
 
+@pytest.mark.long
 def test_ctrl_c_twice_leaves_at_once(project, started):
     training = started("train", *ENDLESS, "run=kite")
     training.expect(r"saved \d+", timeout=150)
