@@ -59,6 +59,10 @@ class Demo:
         """Train under the train flow until the trainer is killed; the step at which that was."""
         plan = plan_train([*self._extra, f"run={self._name}"], new_owner(), self._name)
         session = self._begin(plan, process_start(), "headline and progress")
+        # A fast machine is past the step before Prefect's server is up; the flow then begins with a dead
+        # trainer.
+        killer = threading.Thread(target=self._kill, args=(session,), daemon=True)
+        killer.start()
         atexit.register(self._server.stop)
         self._server.start()
         from flows import prefect_flows
@@ -66,8 +70,6 @@ class Demo:
         if not self._server.wait(self._interrupts.seen):
             session.done.wait()
             return None
-        killer = threading.Thread(target=self._kill, args=(session,), daemon=True)
-        killer.start()
         prefect_flows.hand_over(session)
         prefect_flows.call("train", plan.name, overrides=[*self._extra, f"run={plan.name}"])
         killer.join()
@@ -78,14 +80,15 @@ class Demo:
 
     def _kill(self, session: Session) -> None:
         """SIGKILL the rank, as a machine that runs out of memory would."""
+        session.stepped.wait()
+        launches = list_launches(session.plan.run.store)
         while not session.done.is_set() and session.progress.step < KILL_AT:
             time.sleep(0.002)
         if session.done.is_set():
             return
-        launch = list_launches(session.plan.run.store)[-1]
+        os.kill(launches[-1].info["pid"], signal.SIGKILL)
         self._terminal.settle(session.progress.line())
         self._terminal.line(f"killing the trainer on purpose (step {session.progress.step})")
-        os.kill(launch.info["pid"], signal.SIGKILL)
 
     def _twin(self) -> Session | None:
         """The same run without a stop, beside Prefect and MLflow."""

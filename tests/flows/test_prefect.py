@@ -269,8 +269,8 @@ def test_the_demo_tells_its_story_alone_in_the_world_and_again(project):
         assert told.code == 0, told
         name = re.search(r"^run ([a-z]+-[a-z]+)  ", told.out, re.MULTILINE)[1]
         names.add(name)
-        assert re.search(r"killing the trainer on purpose \(step (8|9)\d\)", told.out), told
-        assert "resume from step 80 (verified)" in told.out
+        assert re.search(r"killing the trainer on purpose \(step \d+\)", told.out), told
+        assert re.search(r"resume from step \d+0 \(verified\)", told.out)
         assert "finished 200: equal bit for bit to the uninterrupted run" in told.out
         assert re.search(r"evaluated: val [\d.]+ at step 200", told.out)
         assert f"next:  python -m flows.resume run={name} trainer.max_steps=400" in told.out
