@@ -20,7 +20,10 @@ READY_S = 90.0
 
 
 def main() -> int:
-    """Serve both until Ctrl-C. Arguments are overrides, for a tracking.uri of your own."""
+    """Serve both until Ctrl-C, a SIGTERM or the terminal's end. Arguments are overrides, for a tracking.uri
+    of your own."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         uri = load("train", sys.argv[1:]).values["tracking"]["uri"]
     except ConfigError as error:
