@@ -56,10 +56,9 @@ def failed(session: Session, outcome: Outcome) -> str:
 
 def nothing_to_do(plan: Plan) -> str:
     """For a run that has finished already."""
-    more = f"trainer.max_steps={2 * plan.composed.values['trainer']['max_steps']}"
-    lines = [
-        f"run {plan.name} has finished: step {plan.step} of {plan.composed.values['trainer']['max_steps']}"
-    ]
+    asked = plan.composed.values["trainer"]["max_steps"]
+    more = f"trainer.max_steps={2 * max(asked, plan.step or 0)}"
+    lines = [f"run {plan.name} has finished: step {plan.step} of {asked}"]
     lines += _next(
         commands.flow("evaluate", plan.name, plan.overrides),
         commands.flow("resume", plan.name, plan.overrides, more),

@@ -141,6 +141,8 @@ def test_an_existing_run_is_refused_with_the_resume_command_and_a_finished_one_s
     done = project.cli("train", *SMALL, "run=finch")
     assert done.code == 0, done
     assert "run finch has finished" in done.out
+    shorter = project.cli("train", *SMALL, "run=finch", "trainer.max_steps=10")
+    assert "trainer.max_steps=40" in shorter.out, shorter  # twice what is there, not twice what was asked
     refused = project.cli("train", *SMALL, "run=finch", "trainer.max_steps=60")
     assert refused.code == 2, refused
     assert "python -m flows.resume run=finch" in refused.err
