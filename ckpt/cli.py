@@ -192,9 +192,12 @@ def _chosen(args: argparse.Namespace, default: str | None = None) -> Checkpoint:
         if args.which:
             raise ValueError("--which chooses from a RUN, and a CHECKPOINT was given")
         return as_checkpoint(args.uri)
+    run = open_run(args.uri, create=False)
     if which is None:
-        return as_checkpoint(args.uri)
-    return find(open_run(args.uri, create=False), which)
+        raise ValueError(
+            f"{run.uri} is a run: say which checkpoint with --which latest (or step:N), or give its folder"
+        )
+    return find(run, which)
 
 
 def _refuse_if_live(run: Run) -> int:

@@ -177,6 +177,11 @@ WRONG = [
 ]
 
 
+def test_tagging_a_run_says_how_to_name_one_of_its_checkpoints(run, call):
+    code, _, err = call("tag", run.uri, "best")
+    assert code == 2 and "--which latest" in err
+
+
 @pytest.mark.parametrize("args", WRONG, ids=" ".join)
 def test_wrong_use_exits_2_with_a_clear_message_and_makes_nothing(run, call, tmp_path, args):
     before = making.tree_digest(tmp_path)
