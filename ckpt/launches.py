@@ -13,7 +13,7 @@ from ckpt.checkpoint import Checkpoint
 from ckpt.commit import posthumous
 from ckpt.errors import RunBusy, StateError, StorageError
 from ckpt.fence import MAX_RECORD, assert_not_fenced, launch_numbers, read_record
-from ckpt.names import LAUNCHES, launch_file
+from ckpt.names import LAUNCHES, launch_file, launch_of, parse_attempt
 from ckpt.run import Run
 from ckpt.sealed import canonical
 from ckpt.store import Store
@@ -114,15 +114,25 @@ def begin_launch(
 def _take_number(run: Run, info: dict[str, Any], watch_s: float, say: Callable[[str], None]) -> int:
     run.store.make_dir(LAUNCHES)
     while True:
+        # Looked up before the last launch is judged: one that comes up meanwhile takes this number.
+        number = _highest_used(run.store) + 1
         numbers = launch_numbers(run.store)
         last = numbers[-1] if numbers else 0
         if last:
             _refuse_if_live(run, read_launch(run.store, last), info["owner"], watch_s, say)
-        if last >= MAX_NUMBER:
-            raise StorageError(f"{run.uri}/{LAUNCHES} holds number {last}: there is no higher one to take")
+        if number > MAX_NUMBER:
+            raise StorageError(f"{run.uri} holds launch number {number - 1}: there is no higher one to take")
         # Whoever creates the next number has won; the loser looks again and finds the winner alive.
-        if run.store.create(launch_file(last + 1), canonical({**info, "number": last + 1})):
-            return last + 1
+        if run.store.create(launch_file(number), canonical({**info, "number": number})):
+            return number
+
+
+def _highest_used(store: Store) -> int:
+    """The highest number that anything in the run bears: one whose launch file is lost is not used again."""
+    attempts = (parse_attempt(entry.name) or (0, 0) for entry in store.list())
+    return max(
+        0, *(launch_of(entry.name) for entry in store.list(LAUNCHES)), *(launch for _, launch in attempts)
+    )
 
 
 def _refuse_if_live(run: Run, last: Launch, owner: str, watch_s: float, say: Callable[[str], None]) -> None:

@@ -13,9 +13,11 @@ PINS = "pins"
 LOGS = "logs"
 MANIFEST = "manifest.json"
 DOOMED = "doomed.json"
+MAX_STEP = 10**15 - 1
 
 _SAFE = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _ATTEMPT = re.compile(r"step-([0-9]{9,15})-([0-9]{5,9})-([0-9a-f]{4,32})")
+_OF_LAUNCH = re.compile(r"([0-9]{5,9})\..+")
 _LAUNCH = re.compile(r"([0-9]{5,9})\.json")
 _SHARD = re.compile(r"rank-([0-9]{5,7})\.safetensors")
 _PART = re.compile(r"rank-([0-9]{5,7})\.json")
@@ -27,9 +29,12 @@ def is_safe(name: str) -> bool:
     return _SAFE.fullmatch(name) is not None and not name.startswith(".")
 
 
-def attempt_name(step: int, launch: int) -> str:
-    """A new, never reused folder name for one attempt at the checkpoint of `step`."""
-    return f"step-{step:09d}-{launch:05d}-{secrets.token_hex(4)}"
+def attempt_name(step: int, launch: int, count: int = 0, token: str | None = None) -> str:
+    """A new, never reused folder name for one attempt at the checkpoint of `step`.
+
+    `count` grows with every attempt of the launch: of two at one step, the later one's name sorts last.
+    """
+    return f"step-{step:09d}-{launch:05d}-{count:06x}{token or secrets.token_hex(4)}"
 
 
 def parse_attempt(name: str) -> tuple[int, int] | None:
@@ -70,6 +75,13 @@ def parse_launch(name: str) -> int | None:
     found = _LAUNCH.fullmatch(name)
     number = int(found[1]) if found else 0
     return number if number > 0 and name == f"{number:05d}.json" else None
+
+
+def launch_of(name: str) -> int:
+    """Number of the launch that anything named `launches/NAME` belongs to, 0 if to none."""
+    found = _OF_LAUNCH.fullmatch(name)
+    number = int(found[1]) if found else 0
+    return number if name.startswith(f"{number:05d}.") else 0
 
 
 def join(uri: str, name: str) -> str:

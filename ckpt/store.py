@@ -129,7 +129,9 @@ class _FolderStore:
             point("size", self.path(key))
             try:
                 found = _again_if_stale(lambda: self.path(key).stat())
-            except (FileNotFoundError, NotADirectoryError):
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise
                 return None
             return found.st_size if stat.S_ISREG(found.st_mode) else None
 
@@ -204,7 +206,12 @@ class _FolderStore:
         # O_NONBLOCK: a pipe put in a file's place by mistake or malice must not hang the reader.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         point("read", self.path(key))
-        fd = _again_if_stale(lambda: os.open(self.path(key), flags))
+        try:
+            fd = _again_if_stale(lambda: os.open(self.path(key), flags))
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise Corrupt(f"{self.path(key)} is a link that leads nowhere") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise Corrupt(f"{self.path(key)} is not a plain file")
@@ -235,8 +242,13 @@ def _entries(folder: Path) -> Iterator[Entry]:
             is_dir = item.is_dir(follow_symlinks=False)
             try:
                 size = 0 if is_dir else item.stat().st_size
-            except FileNotFoundError:
-                continue
+            except OSError as error:
+                leads_nowhere = item.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP)
+                if not leads_nowhere and error.errno != errno.ENOENT:
+                    raise
+                if not leads_nowhere:
+                    continue
+                size = 0  # a link that leads nowhere: its name is taken all the same
             yield Entry(item.name, is_dir, size)
 
 

@@ -376,3 +376,29 @@ def test_parent_and_end_are_recorded_once(run):
     assert (found.end["outcome"], found.end["cause"], found.end["last_step"]) == ("preempted", "SIGTERM", 12)
     with pytest.raises(StorageError, match="finished, preempted, failed"):
         record_end(run, launch, "won")
+
+
+@pytest.mark.parametrize("lost", ["its file", "all files"])
+def test_the_number_of_a_launch_whose_file_is_lost_is_not_used_again(run, lost):
+    old = begin(run)
+    made = making.checkpoint(run, 5, old.number)
+    record_parent(run, old, None)
+    record_end(run, old, "finished")
+    for path in run.store.path("launches").iterdir():
+        if lost == "all files" or path.name == "00001.json":
+            path.unlink()
+    new = begin(run)
+    record_parent(run, new, made)
+    later = making.checkpoint(run, 6, new.number)
+    assert new.number == 2 and next(candidates(run)) == later
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling link", "link to itself"])
+def test_what_lies_in_the_place_of_the_next_launch_file_does_not_hold_an_opener(run, kind):
+    place = run.store.path("launches/00001.json")
+    place.parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to("nowhere" if kind == "dangling link" else place.name)
+    assert begin(run, watch_s=0.1).number == 2
