@@ -23,6 +23,7 @@ from ckpt.verification import verify as verify_one
 _LOG = logging.getLogger("ckpt")
 _THREADS = 16
 _MAX_NAMED = 8
+_MAX_DIGITS = 100
 _RETRY_PAUSES_S = (0.2, 1.0)
 
 Say = Callable[[str], None]
@@ -127,7 +128,7 @@ def find(run: Run, which: str) -> Checkpoint:
         if newest is None:
             raise NotCommitted(f"{run.uri} has no committed checkpoint yet")
         return newest
-    if kind == "step" and rest.strip().isdecimal():
+    if kind == "step" and rest.strip().isdecimal() and len(rest) < _MAX_DIGITS:
         return _one(run, lambda item: item.step == int(rest), f"step {int(rest)}")
     if kind == "best":
         return best(committed(run), *_metric_and_direction(rest))
@@ -180,7 +181,10 @@ def _metrics(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _metric_and_direction(text: str) -> tuple[str, str]:

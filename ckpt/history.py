@@ -44,7 +44,7 @@ class History:
             doomed = retention.doomed(facts, self._keep, pinned=set(pins.pinned(self._run.store)))
             self._facts = [fact for fact in facts if fact.attempt not in set(doomed)]
             return list(doomed)
-        except CheckpointError as error:
+        except Exception as error:  # also of a policy: what is committed stays so
             self._say(f"nothing is pruned after step {attempt.step}: {error}")
             return []
 

@@ -1,8 +1,10 @@
-"""The hook that runs before any optimizer of the process moves."""
+"""Hooks: before any optimizer of the process moves, and in every process that is forked from this one."""
 
 from __future__ import annotations
 
+import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,3 +26,14 @@ def before_any_optimizer_step(work: Callable[[], None]) -> Callable[[], None]:
 
         hook = torch.compiler.disable(hook)
     return register_optimizer_step_pre_hook(hook).remove
+
+
+def in_forked_children(work: Callable[[], None]) -> None:
+    """Call `work`, a method, first of all in every process that is forked off while its object lives."""
+    method = weakref.WeakMethod(work)
+
+    def hook() -> None:
+        if (alive := method()) is not None:
+            alive()
+
+    os.register_at_fork(after_in_child=hook)

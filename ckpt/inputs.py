@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt.errors import StateError
+from ckpt.names import MAX_STEP
 
 
 def check_options(max_failed_saves: int, when_busy: str, slots: int, rank_timeout_s: float) -> None:
@@ -17,6 +19,30 @@ def check_options(max_failed_saves: int, when_busy: str, slots: int, rank_timeou
             raise StateError(f"{name} must be a whole number from 1 on, not {value!r}")
     if not rank_timeout_s > 0:
         raise StateError(f"rank_timeout_s must be above 0 seconds, not {rank_timeout_s!r}")
+
+
+def check_usable(closed: bool, went_on: bool = False) -> None:
+    """Raise StateError for a manager that is closed, or that restores although it `went_on` already."""
+    if closed:
+        raise StateError(
+            "this manager is closed, or was made before this process was forked: open another one to go on"
+        )
+    if went_on:
+        raise StateError(
+            "a launch goes on from one checkpoint, and this one has restored or saved already: close the "
+            "manager, and restore with a new one"
+        )
+
+
+def plain_step(step: Any) -> int:
+    """A training step as a plain int. Raises StateError for what no checkpoint can be named after."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= MAX_STEP:
+        raise StateError(f"a step is a whole number from 0 to {MAX_STEP}, not {str(step)[:50]}")
+    return number
 
 
 def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:

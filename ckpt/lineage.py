@@ -24,10 +24,10 @@ def walk(attempts: Iterable[Attempt], launches: Iterable[int], parent_of: Parent
     """The attempts on the run's line, newest first; launches' parents are asked for only as far as one
     iterates.
 
-    The line starts at the newest launch, highest step first, and goes on at the checkpoint that launch went
-    on from, with those below it of the same launch, and so on. A launch that recorded no parent is followed
-    by the next lower launch: so one that died before it restored, or made nothing from a fresh start, is
-    passed over.
+    The line starts at the newest launch, highest step first (of two at one step the later), and goes on at
+    the checkpoint that launch went on from, with those below it of the same launch, and so on. A launch that
+    recorded no parent is followed by the next lower launch: so one that died before it restored, or made
+    nothing from a fresh start, is passed over.
     """
     by_launch: dict[int, list[Attempt]] = {}
     for attempt in attempts:
@@ -36,7 +36,7 @@ def walk(attempts: Iterable[Attempt], launches: Iterable[int], parent_of: Parent
     highest_step: int | None = None
     while todo:
         launch = todo.pop()
-        for attempt in sorted(by_launch.get(launch, []), key=lambda item: (-item.step, item.name)):
+        for attempt in sorted(by_launch.get(launch, []), key=_age, reverse=True):
             if highest_step is None or attempt.step <= highest_step:
                 yield attempt
         highest_step = None
@@ -55,6 +55,11 @@ def _checked(parent: Mapping[str, Any] | None, launch: int) -> tuple[int, int] |
     return step, older
 
 
+def _age(attempt: Attempt) -> tuple[int, int, str]:
+    # A launch numbers its attempts, and an attempt's word begins with that number.
+    return attempt.launch, attempt.step, attempt.name
+
+
 def order(
     attempts: Sequence[Attempt], launches: Iterable[int], parent_of: Parents
 ) -> tuple[list[Attempt], list[Attempt]]:
@@ -62,5 +67,5 @@ def order(
     line = list(walk(attempts, launches, parent_of))
     on_line = set(line)
     abandoned = [attempt for attempt in attempts if attempt not in on_line]
-    abandoned.sort(key=lambda item: (-item.launch, -item.step, item.name))
+    abandoned.sort(key=_age, reverse=True)
     return line, abandoned

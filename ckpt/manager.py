@@ -15,9 +15,10 @@ from ckpt.checkpoint import Checkpoint
 from ckpt.deciding import Decider
 from ckpt.errors import Fenced, StorageError
 from ckpt.history import History
-from ckpt.inputs import check_options, plain_metrics
+from ckpt.inputs import check_options, check_usable, plain_metrics, plain_step
 from ckpt.joining import join_team, named_error, shared_launch
 from ckpt.launches import parent_facts, record_end, record_parent
+from ckpt.names import attempt_name
 from ckpt.planning import Plan
 from ckpt.policies import EverySteps, KeepLast, KeepPolicy, SavePolicy
 from ckpt.run import Run, open_run
@@ -39,8 +40,8 @@ _log = logging.getLogger("ckpt")
 class CheckpointManager:
     """Saves a training state without holding the training up, and restores it.
 
-    All methods are called from the training thread, but `request_stop`, which may be called from
-    anywhere. With a process group every rank makes a manager and makes the same calls.
+    All methods are called from the training thread, but `request_stop`, which may be called from anywhere.
+    With a process group every rank makes a manager and makes the same calls. In a forked child it is closed.
     """
 
     def __init__(
@@ -90,15 +91,13 @@ class CheckpointManager:
         self.launch = shared_launch(self._team, self.run, config, overrides, self._say)
         self._config = config
         self.parent: Checkpoint | None = None
-        self._parent_recorded = False
+        self._parent_recorded = self._went_on = False
         self._history = History(self.run, self.launch.number, self._keep, self._say)
         self._step: int | None = None
         self._metrics: tuple[int, Mapping[str, Any] | None] | None = None
-        self._calls = self._shared = 0
-        self._stop = False
+        self._calls = self._shared = self._begun = 0
+        self._stop = self._ended = self._closed = False
         self._versions = environment.versions()
-        self._ended = False
-        self._closed = False
         if self._team.rank == 0:
             capacity.foresee(state, self.run.store, self._keep, slots, self._say)
         try:
@@ -126,6 +125,7 @@ class CheckpointManager:
             skipped=lambda step: self._tell({"state": "skipped", "step": step}),
         )
         self._unhook = hooks.before_any_optimizer_step(self._join)
+        hooks.in_forked_children(self._leave)
 
     @property
     def rank(self) -> int:
@@ -146,11 +146,12 @@ class CheckpointManager:
         """Restore into the live state; None only for a run without any checkpoint.
 
         `which`: "latest", "step:N", an attempt's name, "best:METRIC:min|max", or "fresh", which
-        refuses unless the run is empty. Raises what `ckpt.restore.restore_into` raises; nothing
-        live is touched then.
+        refuses unless the run is empty. Raises what `ckpt.restore.restore_into` raises, and StateError
+        once this launch has restored or saved; nothing live is touched then.
         """
         from ckpt.restore import restore_into
 
+        check_usable(self._closed, self._went_on or self._begun > 0)
         self.wait_staged()
         found = restore_into(
             self.run,
@@ -162,6 +163,7 @@ class CheckpointManager:
             partial=partial,
         )
         self.parent = found
+        self._went_on = True
         self._record_parent()
         if found is not None and self._team.rank == 0:
             now = self._versions | self._environment()
@@ -179,8 +181,10 @@ class CheckpointManager:
         """Say that training step `step` is done; saves if that is due. True if a save began.
 
         Raises what made saving fail `max_failed_saves` times in a row, Fenced if a newer launch
-        took the run over, StateError for a state that can't be stored.
+        took the run over, StateError for a state or a step that can't be stored.
         """
+        check_usable(self._closed)
+        step = plain_step(step)
         previous, self._step = self._step, step
         self._metrics = (step, metrics)
         if self._saver.has_plan:
@@ -260,7 +264,7 @@ class CheckpointManager:
         outcome, cause = "finished" if save else "preempted", None
         try:
             if save:
-                self._save_last(self._step if final_step is None else final_step, deadline)
+                self._save_last(self._step if final_step is None else plain_step(final_step), deadline)
         except BaseException as error:
             outcome, cause = "failed", str(error)
             raise
@@ -279,6 +283,11 @@ class CheckpointManager:
         if self._team.rank == 0 and not self._ended:
             self._ended = True
             record_end(self.run, self.launch, outcome, cause, self._step)
+
+    def _leave(self) -> None:
+        # A forked child has none of the threads, and its parent's arena, writer and launch are not its own.
+        self._closed = self._ended = True
+        self._unhook()
 
     def _make_settler(self, options: WriterOptions, rank_timeout_s: float) -> Settler:
         return Settler(
@@ -325,7 +334,8 @@ class CheckpointManager:
         return self._metrics[1] if self._metrics is not None and self._metrics[0] == step else None
 
     def _save(self, step: int, metrics: Mapping[str, Any] | None) -> Attempt:
-        self._step = step
+        check_usable(self._closed)
+        self._step = step = plain_step(step)
         self._shared += 1
         token, replan = self._team.share(
             f"save/{self._shared}", lambda: [secrets.token_hex(4), self._settler.take_replan()]
@@ -333,11 +343,12 @@ class CheckpointManager:
         return self._begin(step, token, replan, metrics)
 
     def _begin(self, step: int, token: str, replan: bool, metrics: Mapping[str, Any] | None) -> Attempt:
+        self._begun += 1
         slot = self._settler.wait_any(self._slots, self._wait_s)
         self._decider.began()
         if replan:
             self._saver.prepare()
-        name = f"step-{step:09d}-{self.launch.number:05d}-{token}"
+        name = attempt_name(step, self.launch.number, self._begun, token)
         lead = self._lead if self._team.rank == 0 else None
         attempt = self._saver.begin(name, step, slot, plain_metrics(metrics), lead)
         self._tally.add(stall_s=attempt.stall_s)
@@ -350,8 +361,7 @@ class CheckpointManager:
             raise StorageError(self._settler.last_failure)
 
     def _join(self) -> None:
-        spent = self._saver.join()
-        if spent:
+        if spent := self._saver.join():
             self._tally.add(join_s=spent)
 
     def _lead(self) -> dict[str, Any]:
