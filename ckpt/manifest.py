@@ -228,12 +228,12 @@ def parse_manifest(data: bytes, signing_key: bytes | None = None, what: str = "a
         check.that(isinstance(key, str) and key in body["tensors"], f"the alias {alias!r} names no tensor")
     return Manifest(
         **{key: body[key] for key in (*_COMMON, "created", "aliases", "values")},
-        metrics=values.decode(body["metrics"]) or {},
-        parent=values.decode(body["parent"]),
+        parent=check.decoded(body, "parent"),
         config=values.decode(body["config"]),
-        versions=values.decode(body["versions"]) or {},
-        environment=values.decode(body["environment"]) or {},
-        costs=values.decode(body["costs"]) or {},
+        metrics=check.decoded(body, "metrics") or {},
+        versions=check.decoded(body, "versions") or {},
+        environment=check.decoded(body, "environment") or {},
+        costs=check.decoded(body, "costs") or {},
         files=tuple(FileEntry(**{**entry, "chunks": tuple(entry["chunks"])}) for entry in body["files"]),
         tensors={key: _tensor_info(info) for key, info in body["tensors"].items()},
         raw=data,
@@ -284,8 +284,9 @@ class _Check:
     def lead(self, body: Mapping[str, Any]) -> None:
         created = body.get("created")
         try:
-            aware = dt.datetime.fromisoformat(created).tzinfo is not None  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+            made = dt.datetime.fromisoformat(created)  # type: ignore[arg-type]
+            aware = made.tzinfo is not None and made.astimezone(dt.UTC) is not None
+        except (TypeError, ValueError, OverflowError):
             aware = False
         self.that(aware, f"created {str(created)[:50]!r}")
         for key in _LEAD:
@@ -293,6 +294,11 @@ class _Check:
         for key in ("metrics", "versions", "environment", "costs"):
             self.that(body[key] is None or isinstance(body[key], dict), f"its {key} are no object")
         self.that(body["parent"] is None or isinstance(body["parent"], dict), "its parent is no object")
+
+    def decoded(self, body: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+        found = values.decode(body[key])
+        self.that(found is None or isinstance(found, dict), f"its {key} are no object")
+        return found
 
     def file(self, entry: Any) -> None:
         keys = {"name", "size", "digest_kind", "digest", "chunks"}

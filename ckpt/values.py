@@ -216,6 +216,12 @@ def _decode_complex(body: Any, depth: int) -> complex:
     return complex(_decode(body[0], depth), _decode(body[1], depth))
 
 
+def _text(body: Any) -> str:
+    if not isinstance(body, str):
+        raise Corrupt("stored values name a tensor by something that is no text")
+    return body
+
+
 _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "$int": lambda body, _: int(body, 16),
     "$float": lambda body, _: float(body),
@@ -232,5 +238,5 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "$timedelta": lambda body, _: dt.timedelta(*body),
     "$range": lambda body, _: range(*body),
     "$array": _decode_array,
-    "$tensor": lambda body, _: TensorRef(body),
+    "$tensor": lambda body, _: TensorRef(_text(body)),
 }

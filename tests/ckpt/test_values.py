@@ -265,3 +265,9 @@ def test_a_hostile_depth_is_refused():
 
 def test_without_order_string_keys_make_plain_objects():
     assert encode({"b": 1, "a": (2,)}, ordered=False) == {"b": 1, "a": {"$tuple": [2]}}
+
+
+def test_a_tensors_place_that_names_no_tensor_by_text_is_refused():
+    for body in ([1], {"a": 1}, 3, None):
+        with pytest.raises(Corrupt, match="no text"):
+            decode({"$tensor": body})
