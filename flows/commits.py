@@ -71,7 +71,7 @@ class Commits:
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self._plan = plan
         self._say = say
-        self._register = plan.composed.values["tracking"]["register"]
+        self.registers = bool(plan.composed.values["tracking"]["register"])
         self._known: set[str] = set()
         self._registered: set[str] | None = None
         self._handled: list[_Handled] = []
@@ -101,7 +101,7 @@ class Commits:
     def _wanted(self, checkpoint: Checkpoint) -> bool:
         """Whether there is anything to do. Until MLflow is open it can't be known what is registered
         already."""
-        if not self._register:
+        if not self.registers:
             return True
         if self.tracked is None:
             return False
@@ -138,7 +138,7 @@ class Commits:
         elif one.stage == "pin" and result:
             one.stage, one.future = "verify", verify_commit.submit(one.checkpoint, one.full)
             return True
-        elif one.stage == "verify" and self._register and self.tracked is not None:
+        elif one.stage == "verify" and self.registers and self.tracked is not None:
             plan = self._plan
             future = register_commit.submit(self.tracked, plan.model_name, one.checkpoint, plan.run.id)
             one.stage, one.future = "register", future

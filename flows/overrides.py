@@ -3,6 +3,7 @@ flag."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -111,6 +112,14 @@ def take(overrides: Sequence[str], names: Iterable[str]) -> tuple[dict[str, str]
         else:
             rest.append(text)
     return found, rest
+
+
+def refuse_misspelt_options(overrides: Sequence[str], names: Sequence[str]) -> None:
+    """ConfigError if one of the overrides that `take` left over is nearly the name of a plain option."""
+    for text in overrides:
+        key = split(text).key
+        for close in difflib.get_close_matches(key, names, 1, 0.75):
+            raise ConfigError(f"unknown key {key}, did you mean '{close}'?")
 
 
 def flag(options: dict[str, str], name: str) -> bool:

@@ -19,7 +19,16 @@ from ckpt.store import open_store
 from ckpt.values import decode
 from flows import commands
 from flows.config import Composed, group_label, load
-from flows.overrides import ConfigError, check_run_name, flag, merged, normalise, split, take
+from flows.overrides import (
+    ConfigError,
+    check_run_name,
+    flag,
+    merged,
+    normalise,
+    refuse_misspelt_options,
+    split,
+    take,
+)
 from flows.progress import count
 from flows.project import shown
 from flows.tracking import flat, spool_dir
@@ -143,6 +152,7 @@ def plan_resume(overrides: Sequence[str]) -> Plan:
     with the names of other runs if there is none of this name. Writes nothing.
     """
     options, new = take(normalise(overrides), RESUME_OPTIONS)
+    refuse_misspelt_options(new, RESUME_OPTIONS)
     run = find_run(options, new)
     launches = list_launches(run.store)
     takeover = flag(options, "takeover")
@@ -190,6 +200,7 @@ def plan_evaluate(overrides: Sequence[str]) -> EvaluatePlan:
     ConfigError or CheckpointError if there is no such run or checkpoint.
     """
     options, new = take(normalise(overrides), EVALUATE_OPTIONS)
+    refuse_misspelt_options(new, EVALUATE_OPTIONS)
     run = find_run(options, new)
     composed = load("train", merged(saved_overrides(list_launches(run.store)), new))
     which = options.get("which", "latest")
@@ -203,9 +214,21 @@ def _attempt_for(which: str, run: Run, composed: Composed) -> str:
     if which.startswith("alias:"):
         return attempt_of_alias(which, run, composed)
     if which == "best":
-        keep = composed.values["checkpoint"]["keep"]
-        return f"best:{keep.get('metric', 'val_loss')}:{keep.get('direction', 'min')}"
+        return _best(run, composed)
     return which
+
+
+def _best(run: Run, composed: Composed) -> str:
+    """The attempt that is best by the metric `checkpoint.keep` names, or by the validation loss."""
+    keep = composed.values["checkpoint"]["keep"]
+    metric, direction = keep.get("metric", "val_loss"), keep.get("direction", "min")
+    try:
+        return find(run, f"best:{metric}:{direction}").attempt
+    except NotCommitted as error:
+        raise NotCommitted(
+            f"{error}. Train with trainer.eval_every=N to have {metric} in the checkpoints, or name what "
+            "they have, as in which=best:loss:min"
+        ) from error
 
 
 def attempt_of_alias(which: str, run: Run, composed: Composed) -> str:

@@ -59,6 +59,9 @@ def follow(session: Session) -> State[Any]:
             opener.adopt()
             _carefully(commits.look, say)
         future.wait(timeout=5)
+        finished = session.outcome is not None and session.outcome.state == "finished"
+        if finished and commits.registers and not session.quiet:
+            say("training has ended; registering its checkpoints in MLflow")
         opener.finish(HURRIED_S if session.stop_reason else GRACE_S)
         _carefully(lambda: commits.settle(HURRIED_S) if session.stop_reason else commits.settle(), say)
     except TerminationSignal:

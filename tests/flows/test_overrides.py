@@ -69,6 +69,12 @@ def test_what_is_no_override_is_named():
         ov.normalise(["steps"])
 
 
+def test_a_misspelt_option_is_refused_with_the_right_one():
+    with pytest.raises(ConfigError, match="whch, did you mean 'which'"):
+        ov.refuse_misspelt_options(["whch=best"], ("run", "which"))
+    ov.refuse_misspelt_options(["trainer.max_steps=3", "optim=adamw", "seed=1"], ("run", "which", "force"))
+
+
 def test_saved_additions_compose_again():
     assert ov.merged(["+extra.a=1", "model=mlp"], ["+extra.a=2"]) == [
         "++extra.a=1",
