@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from bench import children, plots, report, results
-from bench.child import LIMITS
 from bench.options import Options, parse
+from bench.spec import LIMITS
 
 
 def main(arguments: list[str]) -> int:

@@ -18,10 +18,9 @@ from bench import frequency, limits, paired, restoring
 from bench.engines import NULL, make
 from bench.engines.base import Absent, Engine
 from bench.loop import Loop
-from bench.spec import Spec
+from bench.spec import LIMITS, Spec
 from bench.workload import Workload
 
-LIMITS = "limits"
 Tell = Callable[..., None]
 
 
@@ -60,10 +59,11 @@ def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
         loop.wait_durable()
         engine.discard(loop.saved_step)
 
-    tell(phase="restore")
-    figures["restore"] = None if key == NULL else _restore(loop, engine, spec, folder)
-    if key == NULL:
-        engine.close()
+    figures["restore"] = None
+    if key != NULL:
+        tell(phase="restore")
+        figures["restore"] = _restore(loop, engine, spec, folder)
+    engine.close()
     return figures
 
 
@@ -74,7 +74,6 @@ def _restore(loop: Loop, engine: Engine, spec: Spec, folder: Path) -> dict[str, 
     step = loop.step
     engine.before_step()
     engine.wait_durable()
-    engine.close()
     target = Workload(spec.size, spec.tensors, spec.device)
     return restoring.measure(engine, step, saved, target, folder, spec.repeats).plain()
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engines import KEYS, NULL
-from bench.spec import Spec
-from bench.workload import default_tensors, layer_width
+from bench.spec import Spec, default_tensors, layer_width
 from flows.project import project_dir
 
 MB = 10**6

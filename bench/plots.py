@@ -32,11 +32,11 @@ def _costs(figure: Any, engines: list[dict[str, Any]], limits: dict[str, Any]) -
     above = [figures["overhead_high_s"] - m for m, figures in zip(medians, engines, strict=True)]
     left.errorbar(medians, titles, xerr=[below, above], fmt="o", capsize=4)
     left.axvline(0.0, color="grey", linewidth=0.8)
-    left.set(xlabel="overhead of one save (s), median and 90 % interval", ylabel="engine")
+    left.set(xlabel="overhead of one save (s)\nmedian and 90 % interval", ylabel="engine")
     left.invert_yaxis()
     right.barh(titles, [figures["durable_s"] for figures in engines], color="tab:green")
     right.axvline(limits["write_s"], color="black", linestyle="--", label="raw write + fsync")
-    right.set(xlabel="time until durable (s)")
+    right.set(xlabel="time until durable (s)\nmedian")
     right.legend()
     return figure
 

@@ -6,9 +6,8 @@ import os
 import platform
 import statistics
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
-
-import torch
 
 from bench.children import Outcome
 from bench.engines import NULL, REFERENCE
@@ -35,7 +34,7 @@ FIGURES = (
 
 
 def summarize(spec: Spec, limits: dict[str, Any], outcomes: dict[str, Outcome]) -> dict[str, Any]:
-    """The whole report as JSON, in seconds and bytes; not `valid`, with `problems`, if it has to be discarded."""
+    """The whole report as JSON, in seconds and bytes; `problems` say why it is not `valid`, if it isn't."""
     null = outcomes[NULL]
     engines = {key: _figures(outcome, null) for key, outcome in outcomes.items()}
     for figures in engines.values():
@@ -51,7 +50,7 @@ def summarize(spec: Spec, limits: dict[str, Any], outcomes: dict[str, Outcome]) 
             "cpus": len(os.sched_getaffinity(0)),
             "kernel": platform.release(),
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": version("torch"),
         },
         "limits": limits,
         "engines": engines,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -10,24 +9,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-_BYTES = 4
-_COPIES = 3  # the parameters and AdamW's two moments
-_PREFERRED = 4 << 20
-_FEWEST_LAYERS = 4
+from bench.spec import layer_width, layers_of
+
 _LONGER_THAN_STAGING = 1.5
 _LEAST_STEP_S = 0.02
 _LARGEST_BATCH = 4096
-
-
-def default_tensors(size: int) -> int:
-    """How many tensors a state of `size` bytes has where nothing is said: of 4 MiB each, 12 at least."""
-    return _COPIES * max(_FEWEST_LAYERS, round(size / _COPIES / _PREFERRED))
-
-
-def layer_width(size: int, tensors: int) -> int:
-    """The side of the square layers; below 1 if `size` bytes can't hold that many tensors."""
-    layers = max(1, tensors // _COPIES)
-    return math.isqrt(size // (_COPIES * _BYTES * layers))
 
 
 class Net(nn.Module):
@@ -51,7 +37,7 @@ class Workload:
         torch.manual_seed(0)
         self.device = torch.device(device)
         self.width = layer_width(size, tensors)
-        self.model = Net(self.width, max(1, tensors // _COPIES)).to(self.device)
+        self.model = Net(self.width, layers_of(tensors)).to(self.device)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
         self._inputs = torch.randn(1, self.width, device=self.device)
         self.forward_backward(1)

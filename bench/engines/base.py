@@ -7,9 +7,10 @@ import time
 from abc import abstractmethod
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from bench.workload import Workload
+if TYPE_CHECKING:
+    from bench.workload import Workload
 
 WAIT_S = 600.0
 
@@ -49,7 +50,7 @@ class Engine(Protocol):
         """Give back the storage of a durable save, where the engine does not do so by itself."""
 
     def load(self, step: int, target: Workload) -> None:
-        """Bring `target` to what was saved at `step`. Works after `close`."""
+        """Bring `target` to what was saved at `step`."""
 
     def close(self) -> None:
         """Finish what is in flight and end all that runs in the background."""

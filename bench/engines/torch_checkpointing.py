@@ -25,7 +25,13 @@ class TorchCheckpointing(InFuture):
     def prepare(self, work: Workload, folder: Path) -> None:
         """Make the manager and its staging buffers."""
         super().prepare(work, folder)
-        self._manager = self._make()
+        # Its O_DIRECT writes fail on ext4: the length of a file's end is no multiple of a block.
+        self._manager: Any = CheckpointManager(
+            CheckpointManager.Config(
+                items={name: ItemSpec() for name in self._items},
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
         self._manager.prewarm_staging(self._payload(work))
 
     def before_step(self) -> None:
@@ -39,24 +45,11 @@ class TorchCheckpointing(InFuture):
 
     def load(self, step: int, target: Workload) -> None:
         """Load into the live tensors."""
-        manager = self._make()
-        try:
-            manager.load(str(self.place(step)), into=self._payload(target), strict=True)
-        finally:
-            manager.close()
+        self._manager.load(str(self.place(step)), into=self._payload(target), strict=True)
 
     def close(self) -> None:
         """End the writer process."""
         self._manager.close()
-
-    def _make(self) -> Any:
-        # Its O_DIRECT writes fail on ext4: the length of a file's end is no multiple of a block.
-        return CheckpointManager(
-            CheckpointManager.Config(
-                items={name: ItemSpec() for name in self._items},
-                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
-            )
-        )
 
     def _payload(self, work: Workload) -> dict[str, Any]:
         tensors = work.tensors()
