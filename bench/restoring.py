@@ -51,13 +51,18 @@ def measure(
 
 
 def drop_caches(folder: Path) -> None:
-    """Write all files below `folder` back and drop their pages from memory."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                with suppress(OSError):
-                    os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+    """Write all files below `folder` back and drop their pages from memory. Files may vanish meanwhile."""
+    for place, _, names in os.walk(folder):  # unlike rglob, goes on where a folder has just been pruned
+        for name in names:
+            with suppress(FileNotFoundError):
+                _drop(Path(place, name))
+
+
+def _drop(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)

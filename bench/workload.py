@@ -87,7 +87,7 @@ class Workload:
     def digests(self) -> dict[str, str]:
         """A digest of every tensor's bytes, by name."""
         return {
-            name: xxhash.xxh3_128_hexdigest(memoryview(tensor.cpu().contiguous().numpy()))
+            name: xxhash.xxh3_128_hexdigest(tensor.cpu().contiguous().numpy().tobytes())
             for name, tensor in self.tensors().items()
         }
 
