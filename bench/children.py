@@ -68,6 +68,7 @@ def measure(job: str, spec: Spec, progress: Callable[[str], None]) -> Outcome:
                 _wait_for_the_rest(mark)
             finally:
                 end_marked(mark)
+                _wait_for_the_rest(mark)
                 os.close(told)
             if outcome.status == "failed":
                 errors.seek(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from flows.project import project_dir
 MB = 10**6
 _FEWEST_PAIRS, _FEWEST_QUICK = 24, 2
 _LARGEST_MB = 10**6
+_COPIES_KEPT = 3  # the newest, the one being written, and the one being deleted
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def _checked(given: argparse.Namespace) -> Options:
     threads = _number("--threads", given.threads, 1, 1, 1024)
     _check_device(given.device)
     report = _report(given.json)
-    storage = _storage(given.storage)
+    storage = _storage(given.storage, _COPIES_KEPT * size)
     spec = Spec(size, tensors, threads, given.device, pairs, every, given.quick, str(storage))
     return Options(spec, engines, report)
 
@@ -115,10 +117,14 @@ def _report(text: str | None) -> Path | None:
     return path
 
 
-def _storage(text: str | None) -> Path:
-    if text is None:
-        return project_dir() / "runs" / "bench"
-    path = Path(text).absolute()
-    if not path.is_dir() or not os.access(path, os.W_OK):
+def _storage(text: str | None, needed: int) -> Path:
+    path = project_dir() / "runs" / "bench" if text is None else Path(text).absolute()
+    if text is not None and not (path.is_dir() and os.access(path, os.W_OK)):
         raise ValueError(f"--storage: {text} is no folder that can be written")
+    there = next(place for place in (path, *path.parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ValueError(
+            f"{there} has {free // MB} MB free, this takes {needed // MB}: see --storage, --size"
+        )
     return path
