@@ -24,7 +24,11 @@ def marked(mark: str) -> list[int]:
 
 
 def pss(pids: list[int]) -> int:
-    """Bytes of memory of these processes, a page that several of them share counted as one."""
+    """Bytes of memory of these processes, a page that several of them share counted as one.
+
+    Pages of files (libraries above all) are left out: their share depends on who else on the machine has them
+    mapped just then.
+    """
     return sum(_pss(pid) for pid in pids)
 
 
@@ -37,7 +41,8 @@ def end_marked(mark: str) -> None:
 
 def _pss(pid: int) -> int:
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        return sum(
+            int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+        )
     return 0  # it has ended meanwhile
