@@ -20,7 +20,7 @@ _COLUMNS = (
 _LEGEND = """\
 stall, join: medians of what one save holds training up, at the call and before the optimizer's step.
 first: stall + join of the first save. overhead: all that training lost, median (90 % interval).
-durable: until whole on storage. restore: caches dropped; warm: not. memory: PSS less files, above nothing saved.
+durable: until whole on storage. restore: caches dropped; warm: not. memory: PSS above nothing saved.
 Below each figure its ratio to dcp.save (x) and to the raw limit (L: copy, write + fsync, read, state)."""
 
 
