@@ -1,0 +1,59 @@
+"""`python -m bench`: every engine in a process of its own, one after the other; the table at the end.
+
+Exit codes: 0 good, 1 discarded or something failed, 2 wrong use, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from bench import children, plots, report, results
+from bench.options import Options, parse
+from bench.spec import LIMITS
+
+
+def main(arguments: list[str]) -> int:
+    """Measure what was asked for and show it; the exit code."""
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with children.storage(Path(options.spec.folder)):
+            return _measure(options)
+    except KeyboardInterrupt:
+        print("interrupted: what was made is removed", file=sys.stderr)
+        return 130
+
+
+def _measure(options: Options) -> int:
+    spec = options.spec
+    begun = time.monotonic()
+
+    def progress(job: str, phase: str) -> None:
+        print(f"[{time.monotonic() - begun:6.1f} s] {job}: {phase}", file=sys.stderr, flush=True)
+
+    found = children.measure(LIMITS, spec, partial(progress, LIMITS))
+    if found.status != "ok":
+        print(f"bench: the limits could not be measured: {found.reason}", file=sys.stderr)
+        return 1
+    spec = spec.settled(found.figures["batch"], found.figures["window"])
+    outcomes = {}
+    for key in options.engines:
+        outcomes[key] = children.measure(key, spec, partial(progress, key))
+        if outcomes[key].status != "ok":
+            progress(key, f"{outcomes[key].status}: {outcomes[key].reason}")
+    summary = results.summarize(spec, found.figures, outcomes)
+    print(report.table(summary))
+    if options.report is not None:
+        options.report.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        drawn = plots.draw(summary, options.report)
+        print("\n".join(f"written: {path}" for path in (options.report, *drawn)))
+    return 0 if summary["valid"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
