@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint ui clean
+.PHONY: help run test test-all lint bench ui clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ lint: $(VENV)/.installed-dev ## ruff (lint and format) and mypy
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+
+bench: $(VENV)/.installed ## measure what a checkpoint costs, beside other ways to save; takes a while, wants a quiet machine
+	@$(PY) -m bench
 
 ui: $(VENV)/.installed ## the Prefect and MLflow pages over what `make run` made
 	@$(PY) -m flows.ui

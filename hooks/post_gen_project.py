@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-LINKED = ["ckpt", "training", "flows", "conf", "tests", "docs", ".ci"]
+LINKED = ["ckpt", "training", "flows", "conf", "bench", "tests", "docs", ".ci"]
 LINKED += ["Makefile", "constraints.txt", "prefect.yaml", "LICENSE"]
 TEMPLATE_ONLY = ["tests/template"]
 TEMPLATE_DIR = {{ cookiecutter.__template_dir | tojson }}

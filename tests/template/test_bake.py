@@ -56,7 +56,7 @@ def test_what_git_ignores_is_the_same_in_a_new_project(project: Path):
     assert (project / ".gitignore").read_bytes() == (ROOT / ".gitignore").read_bytes()
 
 
-@pytest.mark.parametrize("folder", ["ckpt", "training", "flows", "conf", "docs"])
+@pytest.mark.parametrize("folder", ["ckpt", "training", "flows", "conf", "bench", "docs"])
 def test_the_code_of_a_new_project_is_the_templates_own_byte_for_byte(project: Path, folder: str):
     ours = {
         p.relative_to(ROOT)
