@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ckpt import cli
-from ckpt.names import MANIFEST, attempt_name, part_name, shard_name
+from ckpt.names import MANIFEST, part_name, shard_name
 from ckpt.pins import pins
 from tests.ckpt import making
 
@@ -163,7 +163,7 @@ WRONG = [
     ["show", "RUN", "--which", "step:3"],
     ["verify", "NOWHERE"],
     ["verify", "RUN", "--which", "best:loss"],
-    ["verify", "RUN/" + attempt_name(1, 1)],
+    ["verify", "RUN/step-000000001-00001-00010000abcd"],
     ["tag", "RUN", "x"],
     ["tag", "RUN"],
     ["untag", "RUN", "../x"],
