@@ -253,6 +253,7 @@ class _Source:
         self.direct = direct
         self._buffered_fd = -1
         self._direct_fd = -1
+        self._cached = False
         expected = -(-facts.size // CHUNK)
         if len(facts.chunks) != expected:
             raise Corrupt(
@@ -268,6 +269,8 @@ class _Source:
             raise Corrupt(f"{self.key}: the file is missing") from None
         except OSError as error:
             raise StorageError(f"{self.key} can't be opened: {error.strerror}") from error
+        # No read-ahead: the reads are large already, and pages beyond the last of them would stay behind.
+        os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
         if not stat.S_ISREG(found.st_mode) or found.st_size != facts.size:
             self.close()
             raise Corrupt(f"{self.key}: the file has {found.st_size} bytes, the manifest says {facts.size}")
@@ -299,6 +302,7 @@ class _Source:
         if done == len(into):
             return
         start = offset + done
+        self._cached = True
         while done < len(into):
             got = os.preadv(self._buffered_fd, [into[done:]], offset + done)
             if got == 0:
@@ -326,6 +330,10 @@ class _Source:
         return done
 
     def close(self) -> None:
+        if self._cached:
+            # Once more for the whole file: what one thread had read ahead of its chunk, and the large pages
+            # that two chunks share, were in another thread's use when their own chunk was dropped.
+            os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
         for fd in (self._buffered_fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)
