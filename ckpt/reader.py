@@ -269,11 +269,11 @@ class _Source:
             raise Corrupt(f"{self.key}: the file is missing") from None
         except OSError as error:
             raise StorageError(f"{self.key} can't be opened: {error.strerror}") from error
-        # No read-ahead: the reads are large already, and pages beyond the last of them would stay behind.
-        os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
         if not stat.S_ISREG(found.st_mode) or found.st_size != facts.size:
             self.close()
             raise Corrupt(f"{self.key}: the file has {found.st_size} bytes, the manifest says {facts.size}")
+        # No read-ahead: the reads are large already, and pages beyond the last of them would stay behind.
+        os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
         if direct:
             try:
                 self._direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
