@@ -272,8 +272,6 @@ class _Source:
         if not stat.S_ISREG(found.st_mode) or found.st_size != facts.size:
             self.close()
             raise Corrupt(f"{self.key}: the file has {found.st_size} bytes, the manifest says {facts.size}")
-        # No read-ahead: the reads are large already, and pages beyond the last of them would stay behind.
-        os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_RANDOM)
         if direct:
             try:
                 self._direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)

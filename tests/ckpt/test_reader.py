@@ -177,12 +177,6 @@ def test_reading_leaves_nothing_in_the_page_cache(shard, direct):
     assert cached_pages(path) <= FEW_PAGES
 
 
-def test_reading_a_part_through_the_page_cache_reads_nothing_ahead_of_it(shard):
-    path = dropped(shard)
-    read(shard, (CHUNK + 5, CHUNK + 9), direct=False)
-    assert cached_pages(path) <= FEW_PAGES
-
-
 def dropped(shard):
     """The path of the shard's file, of which the page cache holds nothing."""
     path = shard[2]
