@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.guard import Taken
 from ckpt.planning import Plan
-from ckpt.stats import SaveCosts
+from ckpt.stats import Costs, SaveCosts
 
 
 def _utc_now() -> str:
@@ -19,7 +19,7 @@ def _utc_now() -> str:
 
 
 @dataclass(eq=False)
-class Attempt:
+class Attempt(Costs):
     """Written by the training thread until it is handed over, then by the staging and the settling thread.
 
     movable: the optimizer may move (on CUDA after `Stage.join_device`). staged: nothing reads the
@@ -38,11 +38,6 @@ class Attempt:
     taken: Taken | None = None
     created: str = field(default_factory=_utc_now)
     begun: float = field(default_factory=time.monotonic)
-    stall_s: float = 0.0
-    join_s: float = 0.0
-    stage_s: float = 0.0
-    persist_s: float = 0.0
-    bytes: int = 0
     problem: str | None = None
     durable_at: float | None = None
     committed_at: float | None = None
@@ -64,13 +59,11 @@ class Attempt:
     def costs(self) -> SaveCosts:
         """What it has cost so far."""
         durable = (self.committed_at or time.monotonic()) - self.begun
-        return SaveCosts(
-            self.step,
-            self.name,
-            stall_s=self.stall_s,
-            join_s=self.join_s,
-            stage_s=self.stage_s,
-            persist_s=self.persist_s,
-            durable_s=durable,
-            bytes=self.bytes,
-        )
+        return SaveCosts(step=self.step, attempt=self.name, **self.amounts() | {"durable_s": durable})
+
+    def early_costs(self) -> dict[str, Any]:
+        """What the manifest says of its costs: what is known once the copy is sealed.
+
+        A join that has not begun by then finds nothing to wait for.
+        """
+        return {name: self.amounts()[name] for name in ("stall_s", "join_s", "stage_s", "bytes")}

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
 
+from ckpt.overhead import Slowdown
 from ckpt.policies import Now, SavePolicy
 from ckpt.settling import Settler
-from ckpt.stats import Tally
+from ckpt.stats import SaveStats, Tally
 from ckpt.team import Decision, Team
+
+# What a save costs is the median of so many: one that met a bad moment is no reason to save less often.
+_LAST = 5
+
+
+class _Cost(NamedTuple):
+    """Seconds that a save held the training thread, and by how much it slowed the steps beside it."""
+
+    held: float
+    slowed: float
 
 
 class Decider:
@@ -26,6 +40,7 @@ class Decider:
         when_busy: str,
         max_failed: int,
         skipped: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`skipped` is told the step of each save that was due while all slots were in use."""
         self._policy = policy
@@ -36,16 +51,29 @@ class Decider:
         self._when_busy = when_busy
         self._max_failed = max_failed
         self._skipped = skipped
-        self._last_began = time.monotonic()
+        self._clock = clock
+        self._last_began = clock()
         self._promised = False
+        self._slowdown = Slowdown()
+        self._stepped_at: float | None = None
+        self._warm = False
+        self._held_s = 0.0
+        self._busy = False
+        self._at_begin: SaveStats | None = None
+        self._costs: deque[_Cost] = deque(maxlen=_LAST)
 
     def began(self) -> None:
         """A save began, by decision or by hand."""
-        self._last_began = time.monotonic()
+        if (cost := self._newest_cost()) is not None:
+            self._costs.append(cost)
+        self._at_begin = self._tally.now
+        self._last_began = self._clock()
         self._promised = False
+        self._busy = True
 
     def decide(self, step: int, previous: int | None) -> Decision:
         """What all ranks do at `step`, which follows `previous`."""
+        self._measure()
         stop = self._team.stop_asked()
         if self._settler.fenced:
             return Decision(error=("Fenced", self._settler.fenced), stop=stop)
@@ -69,13 +97,47 @@ class Decider:
             f"{self._settler.last_failure}. Earlier checkpoints are untouched"
         )
 
+    def _measure(self) -> None:
+        """Take in the time since the last decision: one training step."""
+        now, held = self._clock(), self._tally.now.held_s
+        if self._stepped_at is None:
+            self._stepped_at = now
+        elif not self._warm:
+            # The first one is no usual step: it planned, or lies between two decisions of one call.
+            self._warm = True
+            self._tally.add(trained_s=now - self._stepped_at)
+        else:
+            took = now - self._stepped_at
+            slowed = self._slowdown.step(took - (held - self._held_s), self._busy)
+            self._tally.add(trained_s=took, slowed_s=slowed)
+        self._stepped_at, self._held_s = now, held
+        self._busy = bool(self._settler.in_flight())
+
+    def _newest_cost(self) -> _Cost | None:
+        """What was lost since the last save began; None if nothing has been committed since."""
+        then, now = self._at_begin, self._tally.now
+        if then is None or now.committed == then.committed:
+            return None
+        return _Cost(now.held_s - then.held_s, now.slowed_s - then.slowed_s)
+
+    def _cost_s(self) -> float | None:
+        newest = self._newest_cost()
+        costs = [*self._costs, *([newest] if newest is not None else [])][-_LAST:]
+        if not costs:
+            return None
+        slowed = median(cost.slowed for cost in costs)
+        return median(cost.held for cost in costs) + max(0.0, slowed)
+
     def _now(self, step: int, previous: int | None) -> Now:
-        last = self._tally.now.last
+        now = self._tally.now
         return Now(
             step=step,
             previous_step=previous,
-            since_last_s=time.monotonic() - self._last_began,
+            since_last_s=self._clock() - self._last_began,
             in_flight=self._promised or bool(self._settler.in_flight()),
-            cost_s=last.stall_s + last.join_s + last.stage_s if last else None,
-            durable_s=last.durable_s if last else None,
+            cost_s=self._cost_s(),
+            durable_s=now.last.durable_s if now.last else None,
+            spent_s=now.lost_s,
+            trained_s=now.trained_s,
+            failed=self._settler.bad_in_a_row > 0,
         )

@@ -24,10 +24,17 @@ class Now:
     previous_step: int | None = None  # of the previous call of `step`; the restored step for the first one
     since_last_s: float = 0.0  # since the last save began, or the launch did
     in_flight: bool = False  # a save is not durable yet
-    cost_s: float | None = (
-        None  # what the last save cost training at most: stall + join + staging; None before the first
-    )
+    cost_s: float | None = None  # what a save costs training, by the last few; None before the first commit
     durable_s: float | None = None  # from the last save's begin to its commit
+    spent_s: float = 0.0  # what saving has cost training so far, in this launch
+    trained_s: float = math.inf  # how long this launch has trained; infinite where nobody knows
+    failed: bool = False  # the last save could not be committed
+
+
+# OverheadBudget's longest pause, in usual ones.
+_LONGEST_PAUSE = 4.0
+# Continuous waits after a failure, or it would use up its tries at once.
+_AFTER_FAILURE_S = 10.0
 
 
 class SavePolicy(Protocol):
@@ -81,10 +88,14 @@ class EveryMinutes:
 
 @dataclass(frozen=True)
 class OverheadBudget:
-    """As often as `percent` of training time pays for, and never before the last save is durable."""
+    """As often as `percent` of training time pays for, and never before the last save is durable.
+
+    What was spent beyond that is saved up for again, but no pause is longer than four usual ones: one
+    save that met a bad moment must not leave training unprotected for hours.
+    """
 
     percent: float = 1.0
-    first_s: float = 60.0  # the first save, before any cost is known
+    first_s: float = 60.0  # the first save, before any cost is known; also the pause after a failed one
 
     def __post_init__(self) -> None:
         _positive("OverheadBudget.percent", self.percent)
@@ -92,39 +103,40 @@ class OverheadBudget:
 
     def should_save(self, now: Now) -> bool:
         """True when the measured cost of a save fits the budget again."""
-        if now.in_flight:
-            return False
         if now.cost_s is None:
-            return now.since_last_s >= self.first_s
-        return now.since_last_s >= max(now.cost_s * 100 / self.percent, now.durable_s or 0.0)
+            return _may_follow(now, self.first_s, self.first_s)
+        usual = now.cost_s * 100 / self.percent
+        paid = (now.spent_s + now.cost_s) * 100 / self.percent <= now.trained_s
+        return _may_follow(now, usual if paid else _LONGEST_PAUSE * usual, self.first_s)
 
 
 @dataclass(frozen=True)
 class YoungDaly:
-    """At the interval that wastes least when something fails every `mtbf_hours` (Daly's formula)."""
+    """At the interval that wastes least when something fails every `mtbf_hours` (Young's formula).
+
+    What is wasted: each save's cost, and after a failure the training since the last save.
+    """
 
     mtbf_hours: float
-    first_s: float = 60.0
+    first_s: float = 60.0  # the first save, before any cost is known; also the pause after a failed one
 
     def __post_init__(self) -> None:
         _positive("YoungDaly.mtbf_hours", self.mtbf_hours)
         _positive("YoungDaly.first_s", self.first_s)
 
     def interval_s(self, cost_s: float) -> float:
-        """Seconds between saves when one costs training `cost_s` seconds."""
+        """Seconds from one save's begin to the next one's when a save costs training `cost_s` seconds.
+
+        sqrt(2 cost MTBF), and never above the MTBF. For costs up to a tenth of the MTBF no other interval
+        wastes 1 % less, so Daly's further terms are left out.
+        """
         mtbf = self.mtbf_hours * 3600
-        if cost_s >= 2 * mtbf:
-            return mtbf
-        ratio = cost_s / (2 * mtbf)
-        return math.sqrt(2 * cost_s * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+        return min(math.sqrt(2 * cost_s * mtbf), mtbf)
 
     def should_save(self, now: Now) -> bool:
         """True when the interval for the measured cost has passed and the last save is durable."""
-        if now.in_flight:
-            return False
-        if now.cost_s is None:
-            return now.since_last_s >= self.first_s
-        return now.since_last_s >= max(self.interval_s(now.cost_s), now.durable_s or 0.0)
+        interval = self.first_s if now.cost_s is None else self.interval_s(now.cost_s)
+        return _may_follow(now, interval, self.first_s)
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,15 @@ class Continuous:
 
     def should_save(self, now: Now) -> bool:
         """True when nothing is in flight and the minimum interval has passed."""
-        return not now.in_flight and now.since_last_s >= self.min_s
+        return _may_follow(now, self.min_s, _AFTER_FAILURE_S)
+
+
+def _may_follow(now: Now, interval_s: float, after_failure_s: float) -> bool:
+    """Whether a save may begin `interval_s` after the last one did: none is in flight, storage that
+    failed gets a rest, and no interval is shorter than the last save took to be durable.
+    """
+    least = max(interval_s, now.durable_s or 0.0, after_failure_s if now.failed else 0.0)
+    return not now.in_flight and now.since_last_s >= least
 
 
 @dataclass(frozen=True)

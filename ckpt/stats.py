@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 
-@dataclass(frozen=True)
-class SaveCosts:
-    """One save. Seconds unless said otherwise.
+@dataclass(kw_only=True)
+class Costs:
+    """What saving takes. Seconds unless said otherwise.
 
     stall_s: the training thread inside the call. join_s: waits before an optimizer step. stage_s:
     copying in the background. persist_s: the writer's time. durable_s: from the call until it was
     committed. bytes: of this rank's shard.
     """
 
-    step: int
-    attempt: str
     stall_s: float = 0.0
     join_s: float = 0.0
     stage_s: float = 0.0
@@ -24,14 +23,38 @@ class SaveCosts:
     durable_s: float = 0.0
     bytes: int = 0
 
+    @property
+    def held_s(self) -> float:
+        """What the training thread lost for sure: stall and join."""
+        return self.stall_s + self.join_s
 
-@dataclass(frozen=True)
-class SaveStats:
-    """All saves of this launch: sums of their costs, and counts.
+    def amounts(self) -> dict[str, Any]:
+        """The costs alone, by name."""
+        return {name: getattr(self, name) for name in _AMOUNTS}
+
+
+_AMOUNTS = tuple(field.name for field in fields(Costs))
+# Lost at once and whatever becomes of the save; all else counts once it is committed.
+_AT_ONCE = ("stall_s", "join_s")
+
+
+@dataclass(kw_only=True)
+class SaveCosts(Costs):
+    """One save."""
+
+    step: int
+    attempt: str
+
+
+@dataclass(kw_only=True)
+class SaveStats(Costs):
+    """All saves of this launch: sums of their costs, and counts. A snapshot.
 
     begun = committed + failed + voided + backlog. failed: could not be written. voided: the state
     changed while it was copied, or the ranks could not go together. skipped: due while none of the
-    slots was free. last: the last committed one.
+    slots was free. last: the last committed one. On rank 0 also trained_s, the seconds from the first
+    step to the last, and slowed_s: by how much longer than usual the steps took beside which a save
+    was under way, stall and join left out; an estimate, below 0 where it is all noise.
     """
 
     begun: int = 0
@@ -40,13 +63,19 @@ class SaveStats:
     voided: int = 0
     skipped: int = 0
     backlog: int = 0
-    bytes: int = 0
-    stall_s: float = 0.0
-    join_s: float = 0.0
-    stage_s: float = 0.0
-    persist_s: float = 0.0
-    durable_s: float = 0.0
+    trained_s: float = 0.0
+    slowed_s: float = 0.0
     last: SaveCosts | None = None
+
+    @property
+    def lost_s(self) -> float:
+        """What training lost: stall and join, and by estimate what its steps took longer."""
+        return self.held_s + max(0.0, self.slowed_s)
+
+    @property
+    def overhead_percent(self) -> float | None:
+        """The share of training that stall and join took; None before the second step, and on other ranks."""
+        return 100 * self.held_s / self.trained_s if self.trained_s else None
 
 
 @dataclass
@@ -68,13 +97,7 @@ class Tally:
 
     def committed(self, costs: SaveCosts) -> None:
         """Count a committed save."""
-        self.add(
-            committed=1,
-            backlog=-1,
-            bytes=costs.bytes,
-            stage_s=costs.stage_s,
-            persist_s=costs.persist_s,
-            durable_s=costs.durable_s,
-        )
+        later = {name: value for name, value in costs.amounts().items() if name not in _AT_ONCE}
+        self.add(committed=1, backlog=-1, **later)
         with self._lock:
             self._now = replace(self._now, last=costs)
