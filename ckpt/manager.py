@@ -259,8 +259,7 @@ class CheckpointManager:
         """
         if self._closed:
             return
-        limit = timeout if timeout is not None else self._wait_s if save else _LEAVE_S
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + (timeout if timeout is not None else self._wait_s if save else _LEAVE_S)
         outcome, cause = "finished" if save else "preempted", None
         try:
             if save:
@@ -343,7 +342,7 @@ class CheckpointManager:
         return self._begin(step, token, replan, metrics)
 
     def _begin(self, step: int, token: str, replan: bool, metrics: Mapping[str, Any] | None) -> Attempt:
-        self._begun += 1
+        self._begun, start = self._begun + 1, time.perf_counter()
         slot = self._settler.wait_any(self._slots, self._wait_s)
         self._decider.began()
         if replan:
@@ -351,6 +350,7 @@ class CheckpointManager:
         name = attempt_name(step, self.launch.number, self._begun, token)
         lead = self._lead if self._team.rank == 0 else None
         attempt = self._saver.begin(name, step, slot, plain_metrics(metrics), lead)
+        attempt.stall_s = time.perf_counter() - start  # a wait for a slot and a new plan count, too
         self._tally.add(stall_s=attempt.stall_s)
         return attempt
 

@@ -263,10 +263,9 @@ class Saver:
         if attempt.problem is None:
             faults.point("seal", attempt.name)
             if attempt.lead is not None:
-                costs = {"stall_s": attempt.stall_s, "stage_s": attempt.stage_s}
                 attempt.part["lead"] = attempt.lead() | {
                     "created": attempt.created,
                     "metrics": attempt.metrics,
-                    "costs": costs,
+                    "costs": attempt.early_costs(),
                 }
             writer.seal(self._settler.identity | attempt.part)

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from ckpt.attempts import Attempt
@@ -264,17 +265,7 @@ class Settler:
             self._tell({"state": "failed", "error": cause, **self._numbers(attempt)})
 
     def _numbers(self, attempt: Attempt) -> dict[str, Any]:
-        costs = attempt.costs()
-        return {
-            "step": costs.step,
-            "attempt": costs.attempt,
-            "bytes": costs.bytes,
-            "stall_s": costs.stall_s,
-            "join_s": costs.join_s,
-            "stage_s": costs.stage_s,
-            "persist_s": costs.persist_s,
-            "durable_s": costs.durable_s,
-        }
+        return asdict(attempt.costs())
 
     def _beat(self) -> None:
         step, now = self._step_now(), time.monotonic()

@@ -193,6 +193,24 @@ def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_or_waited_for(tmp_
         m.close(save=False)
         assert m.stats.skipped + m.stats.committed == 4
         assert (m.stats.skipped > 0) == (choice == "skip")
+        assert (m.stats.stall_s > 0.5) == (choice == "wait")  # training waited, so that is what it cost
+
+
+def test_a_manifest_and_every_event_say_what_the_save_cost(tmp_path):
+    toy = Toy()
+    m = manager(tmp_path, toy.state, save=EverySteps(2))
+    for step in range(1, 4):
+        toy.train()
+        m.step(step)
+    m.drain(30)
+    m.close(save=False)
+    costs = ckpt.checkpoints(str(tmp_path / "run"))[0].manifest.costs
+    assert costs.keys() == {"stall_s", "join_s", "stage_s", "persist_s", "bytes"}
+    assert min(costs["stall_s"], costs["stage_s"], costs["persist_s"]) > 0
+    told = next(event for event in m.events if event["state"] == "committed")
+    assert (told["bytes"], told["stall_s"]) == (costs["bytes"], m.stats.stall_s)
+    assert told["durable_s"] == m.stats.last.durable_s > told["persist_s"]
+    assert 0 < m.stats.overhead_percent < 100
 
 
 def test_two_slots_carry_two_saves_at_once(tmp_path):
