@@ -18,6 +18,8 @@ from ckpt.store import Store, open_store
 
 _THREADS = 16
 _MAX_METRICS = 4
+_MAX_COST = 1e15
+_HEAD = ("step", "launch", "committed", "size", "written in")
 
 
 def runs_in(store: Store) -> list[dict[str, Any]]:
@@ -89,11 +91,13 @@ def _row(checkpoint: Checkpoint) -> dict[str, Any]:
         "damaged": None,
         "committed_at": None,
         "bytes": None,
+        "costs": {},
         "metrics": {},
     }
     try:
         row["committed_at"] = checkpoint.committed_at.isoformat(timespec="seconds")
         row["bytes"] = checkpoint.manifest.nbytes
+        row["costs"] = checkpoint.manifest.costs
         row["metrics"] = checkpoint.metrics
     except CheckpointError as error:
         row["damaged"] = str(error)
@@ -135,6 +139,7 @@ def run_text(data: dict[str, Any]) -> str:
                 str(row["launch"]),
                 row["committed_at"] or "-",
                 size_text(row["bytes"]),
+                _cost_text("persist_s", row["costs"].get("persist_s")),
                 *(_metric_text(row["metrics"].get(name)) for name in names),
                 row["attempt"],
                 " ".join(marks),
@@ -144,8 +149,7 @@ def run_text(data: dict[str, Any]) -> str:
         [
             str(item["step"]),
             str(item["launch"]),
-            "-",
-            "-",
+            *("-" * 3),
             *("-" for _ in names),
             item["attempt"],
             "uncommitted",
@@ -154,7 +158,7 @@ def run_text(data: dict[str, Any]) -> str:
     ]
     if not table:
         return f"{lines[0]}\nno checkpoint yet"
-    return "\n".join([*lines, _table(["step", "launch", "committed", "size", *names, "folder", ""], table)])
+    return "\n".join([*lines, _table([*_HEAD, *names, "folder", ""], table)])
 
 
 def summary_text(data: dict[str, Any]) -> str:
@@ -165,6 +169,8 @@ def summary_text(data: dict[str, Any]) -> str:
             value = f"{value} ({size_text(value)})"
         if isinstance(value, dict):
             lines.append(f"{key}:{'' if value else ' -'}")
+            if key == "costs":
+                value = {name.removesuffix("_s"): _cost_text(name, item) for name, item in value.items()}
             lines += [f"  {name}: {item}" for name, item in value.items()]
         elif isinstance(value, list):
             lines.append(f"{key}: {', '.join(map(str, value)) or '-'}")
@@ -198,6 +204,24 @@ def size_text(nbytes: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
+
+
+def time_text(seconds: float) -> str:
+    """A time span in a unit fit for reading."""
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds >= 1:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{1e3 * seconds:.2f} ms" if seconds < 0.01 else f"{1e3 * seconds:.0f} ms"
+
+
+def _cost_text(name: str, value: Any) -> str:
+    """A manifest's cost, by the unit that its name ends in. It may hold anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MAX_COST:
+        return "-" if value is None else str(value)
+    if name.endswith("_s"):
+        return time_text(value)
+    return size_text(int(value)) if name == "bytes" else str(value)
 
 
 def _metric_text(value: Any) -> str:

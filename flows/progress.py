@@ -24,7 +24,8 @@ class Progress:
         default_factory=lambda: dict.fromkeys(("committed", "failed", "skipped"), 0)
     )
     saved: dict[str, Any] = field(default_factory=dict)
-    stall_ms: list[float] = field(default_factory=list)
+    # The newest statistics of saving, of each launch.
+    stats: dict[int, dict[str, Any]] = field(default_factory=dict)
     saving: int | None = None
     val_loss: float | None = None
     end: dict[str, Any] | None = None
@@ -59,15 +60,15 @@ class Progress:
         state = event["state"]
         if state == "begun":
             self.saving = event["step"]
-            if event.get("stall_s") is not None:
-                self.stall_ms.append(event["stall_s"] * 1e3)
         elif state in self.saves:
             self.saves[state] += 1
             self.saving = None
+        if event.get("stats"):
+            self.stats[self.launch] = event["stats"]
         if state in ("durable", "committed"):
             if event["step"] != self.saved.get("step"):
                 self.saved = {k: v for k, v in self.saved.items() if k == "bad"}
-            self.saved |= {k: v for k, v in event.items() if v is not None}
+            self.saved |= {k: v for k, v in event.items() if v is not None and k != "stats"}
         if state == "failed":
             return f"save of step {event['step']} failed: {event.get('error') or 'no reason given'}"
         return None
@@ -77,8 +78,14 @@ class Progress:
 
     def _hear_end(self, event: dict[str, Any]) -> None:
         self.end = event
+        if event.get("stats"):
+            self.stats[self.launch] = event["stats"]
         if event.get("step") is not None:
             self.step = event["step"]
+
+    def cost(self, name: str) -> float:
+        """A number of the statistics, summed over all launches."""
+        return sum(float(stats.get(name) or 0) for stats in self.stats.values())
 
     def line(self) -> str:
         """`step 60/200  loss 2.31  412 samples/s  | saved 60, durable 0.4 s, stall 0.6 ms`"""

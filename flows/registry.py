@@ -52,6 +52,7 @@ def register(tracked: Tracked, name: str, checkpoint: Checkpoint, run_id: str) -
         "ckpt.run_id": run_id,
         "ckpt.step": str(checkpoint.step),
         "ckpt.launch": str(checkpoint.launch),
+        **_cost_tags(checkpoint.manifest.costs),
     }
     model_id = _logged_model(tracked, name, checkpoint, tags)
     return Registered(model_id, _version(tracked, name, model_id, tags))
@@ -175,6 +176,11 @@ def crown(client: MlflowClient, name: str, version: str, score: float) -> Crowne
         return Crowned(False, before, previous)
     client.set_registered_model_alias(name, CHAMPION, version)
     return Crowned(True, before, previous)
+
+
+def _cost_tags(costs: dict[str, Any]) -> dict[str, str]:
+    """What the save cost, by the names of its manifest, each with its unit."""
+    return {f"ckpt.cost.{name}": f"{value:.6g}" for name, value in _numbers(costs).items()}
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

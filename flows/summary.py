@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING
 
 from ckpt.discover import checkpoints
+from ckpt.listing import time_text
 from flows import commands
 from flows.plan import Plan
 from flows.progress import Progress
@@ -89,10 +89,17 @@ def _saves(session: Session) -> str:
 
 def _cost(progress: Progress) -> str:
     """What saving took from training, from the engine's own statistics."""
-    if not progress.stall_ms:
+    committed, trained_s = progress.cost("committed"), progress.cost("trained_s")
+    if not committed or not trained_s:
         return ""
-    text = f"cost: stall {median(progress.stall_ms):.1f} ms a save"
-    stats = (progress.end or {}).get("stats") or {}
-    if stats.get("overhead_percent") is not None:
-        text += f", overhead {stats['overhead_percent']:.1f} %"
-    return text
+    stall_s, join_s, slowed_s = (progress.cost(name) for name in ("stall_s", "join_s", "slowed_s"))
+    text = f"cost: stall {time_text(stall_s)} and join {time_text(join_s)} in all, "
+    text += f"{_percent((stall_s + join_s) / trained_s)} of {time_text(trained_s)} of training"
+    if slowed_s > 0:
+        text += f"; steps beside a save took {time_text(slowed_s)} longer (estimated)"
+    text += f"; a save every {time_text(trained_s / committed)}, "
+    return text + f"durable after {time_text(progress.cost('durable_s') / committed)} on average"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

@@ -17,7 +17,8 @@ RESTARTS = 3
 
 
 class Metrics:
-    """``put`` returns at once whatever happens to the sender, the disk or the tracking server.
+    """``put`` returns at once whatever happens to the sender, the disk or the tracking server. Any thread
+    may call it.
 
     The sender starts with the first line. ``spool`` is its folder; None sends nothing anywhere.
     """
@@ -26,15 +27,17 @@ class Metrics:
         self._spool = spool
         self._queue: queue.Queue[bytes | None] = queue.Queue(QUEUED)
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self.dropped = 0
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
         if self._spool is None or not values:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._forward, name="metrics", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._forward, name="metrics", daemon=True)
+                self._thread.start()
         line = {"step": step, "at": time.time_ns() // 1_000_000, "values": dict(values)}
         self._push(json.dumps(line).encode() + b"\n")
 

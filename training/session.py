@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from ckpt.launches import record_end
 from ckpt.manager import CheckpointManager
 from ckpt.policies import KeepLast
 from ckpt.run import open_run
+from training import costs, hyper, rng
 from training import device as devices
-from training import hyper, rng
 from training.build import build
 from training.control import Control
 from training.digest import weights_digest
@@ -58,6 +57,7 @@ class Session:
         self._manager: CheckpointManager | None = None
         self._loader: Loader | None = None
         self._loop: Loop | None = None
+        self._metrics = Metrics(self._spool())
         self.progress = Progress()
 
     @property
@@ -121,7 +121,7 @@ class Session:
             progress=self.progress,
             manager=manager,
             control=self._control,
-            metrics=Metrics(self._spool()),
+            metrics=self._metrics,
             stop=self._stop,
             device=device,
         )
@@ -135,7 +135,7 @@ class Session:
         step = self.progress.step
         grace = None if finished else self._stop.left(float(self._trainer["stop_grace_s"]))
         self._manager.close(final_step=step, save=step > first, timeout=grace, end=False)
-        self._loop.metrics.close()
+        self._metrics.close()
         self.ended(FINISHED if finished else self._stop.outcome, None if finished else self._stop.reason)
 
     def ended(self, outcome: str, cause: str | None) -> None:
@@ -145,7 +145,7 @@ class Session:
             self._manager.close(save=False, end=False)
             if self._group.rank == 0:
                 record_end(self._manager.run, self._manager.launch, outcome, cause, self.progress.step)
-            fields["stats"] = dataclasses.asdict(self._manager.stats)
+            fields["stats"] = costs.told(self._manager.stats)
         if self._loop is not None:
             fields["weights_digest"] = weights_digest(self._loop.model.state_dict())
         self._control.event("end", **fields)
@@ -183,7 +183,13 @@ class Session:
         )
 
     def _on_save(self, event: Mapping[str, Any]) -> None:
-        self._control.event("save", **event)
+        """Called in a background thread, too."""
+        more = {}
+        if event["state"] == "committed" and self._manager is not None:
+            stats = self._manager.stats
+            more["stats"] = costs.told(stats)
+            self._metrics.put(event["step"], costs.metrics(event, stats, self._group.world_size))
+        self._control.event("save", **event, **more)
 
     def _announce(self, model: torch.nn.Module, device: torch.device) -> None:
         self._control.event(

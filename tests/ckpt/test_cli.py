@@ -91,6 +91,24 @@ def test_show_tells_what_a_checkpoint_holds(run, call):
     assert call("show", f"{run.uri}/{making.write_attempt(run, 20)}")[0] == 1
 
 
+def test_show_and_ls_tell_what_a_save_cost_with_units(run, call):
+    costs = {"stall_s": 0.00062, "join_s": 0.02, "persist_s": 3.25, "bytes": 27_600_000, "odd_s": 10**400}
+    made = making.checkpoint(run, 10, costs=costs | {"none_s": None, "words": "x"})
+    _, out, _ = call("show", made.uri)
+    section = out.partition("costs:\n")[2].partition("config:")[0]
+    assert {line.strip() for line in section.splitlines()} == {
+        "stall: 0.62 ms",
+        "join: 20 ms",
+        "persist: 3.2 s",
+        "bytes: 27.6 MB",
+        f"odd: {10**400}",
+        "none: -",
+        "words: x",
+    }
+    assert "written in" in call("ls", run.uri)[1] and "3.2 s" in call("ls", run.uri)[1]
+    assert as_json(call, "ls", run.uri)["checkpoints"][0]["costs"]["stall_s"] == 0.00062
+
+
 def test_verify_exits_0_for_good_1_for_bad_and_names_what_is_wrong(run, call):
     good, bad = making.checkpoint(run, 5), making.checkpoint(run, 10)
     assert call("verify", run.uri)[0] == 0

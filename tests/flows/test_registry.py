@@ -32,6 +32,7 @@ def checkpoint(step, metrics=None):
         step=step,
         launch=1,
         metrics=metrics or {},
+        manifest=SimpleNamespace(costs={"stall_s": 0.0012345678, "persist_s": 2.5, "bytes": 1234}),
     )
 
 
@@ -95,6 +96,13 @@ def test_a_checkpoint_is_registered_once_however_often_it_is_tried(place):
     models = tracked.client.search_logged_models([tracked.experiment_id])
     assert sorted(m.tags["ckpt.step"] for m in models) == ["10", "20"]
     assert {m.status for m in models} == {"READY"}
+    for tags in (models[0].tags, tracked.client.search_model_versions("name = 'gpt'")[0].tags):
+        costs = {name: value for name, value in tags.items() if name.startswith("ckpt.cost.")}
+        assert costs == {
+            "ckpt.cost.stall_s": "0.00123457",
+            "ckpt.cost.persist_s": "2.5",
+            "ckpt.cost.bytes": "1234",
+        }
 
 
 def test_a_registration_cut_off_in_the_middle_is_finished_later(place, monkeypatch):

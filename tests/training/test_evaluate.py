@@ -135,14 +135,24 @@ def test_metrics_of_a_run_reach_the_spool_once_though_it_was_stopped(tmp_path):
     tracking = {"tracking": {"uri": "http://127.0.0.1:9", "spool": str(tmp_path / "spool")}}
     settings = config({**tracking, "trainer.max_steps": 12, "trainer.eval_every": 4})
     train_here(tmp_path / "run", settings, stop_at=6, how=signal.SIGTERM)
-    train_here(tmp_path / "run", settings, which="step:5")
+    trace = train_here(tmp_path / "run", settings, which="step:5")
 
-    def losses():
+    def values(key):
         with closing(sqlite3.connect(tmp_path / "spool" / "metrics.sqlite", timeout=10)) as table:
-            rows = table.execute("SELECT step FROM line WHERE key = 'loss' ORDER BY step").fetchall()
-        return [step for (step,) in rows]
+            rows = table.execute(
+                "SELECT step, value FROM line WHERE key = ? ORDER BY step", (key,)
+            ).fetchall()
+        return {step: float(value) for step, value in rows}
 
-    until(lambda: losses() == list(range(1, 13)), 20, "one loss for each step")
+    until(lambda: list(values("loss")) == list(range(1, 13)), 20, "one loss for each step")
+    # What each committed save cost goes the same way.
+    names = ("stall_ms", "join_ms", "stage_s", "persist_s", "durable_s", "bytes", "overhead_percent")
+    until(lambda: list(values("checkpoint/slowed_percent")) == [5, 6, 10, 12], 20, "the last cost of each")
+    assert all(list(values(f"checkpoint/{key}")) == [5, 6, 10, 12] for key in names)
+    assert 0 < values("checkpoint/persist_s")[10] < values("checkpoint/durable_s")[10] < 60
+    stats = trace.end["stats"]
+    assert values("checkpoint/overhead_percent")[12] == pytest.approx(stats["overhead_percent"])
+    assert stats["stall_s"] <= stats["lost_s"] < stats["trained_s"]
     from tests.training.test_metrics import end_sender
 
     end_sender(tmp_path / "spool")
