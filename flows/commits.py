@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 
 from ckpt.checkpoint import Checkpoint
-from ckpt.discover import checkpoints
+from ckpt.discover import attempts_of
 from ckpt.errors import CheckpointError
+from ckpt.names import MANIFEST
 from ckpt.verification import verify
 from flows import leases, registry, tracking
 from flows.plan import Plan
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 # How long a task may wait for MLflow at the end of training.
 SETTLE_S = 60.0
+_THREADS = 16
 
 
 @task(name="pin", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
@@ -72,19 +75,28 @@ class Commits:
         self._plan = plan
         self._say = say
         self.registers = bool(plan.composed.values["tracking"]["register"])
-        self._known: set[str] = set()
+        self._stale = True
+        self._seen: set[str] = set()
+        self._waiting: list[Checkpoint] = []
         self._registered: set[str] | None = None
         self._handled: list[_Handled] = []
         self._verified = 0
         self.tracked: Tracked | None = None
         self.bad: list[str] = []
 
-    def look(self) -> None:
+    def look(self, changed: bool = True) -> None:
         """Submit tasks for every commit that has not been looked at, oldest first, and for those that can go
-        on."""
-        for checkpoint in reversed(checkpoints(self._plan.run.uri)):
-            if checkpoint.attempt not in self._known and self._wanted(checkpoint):
-                self._begin(checkpoint)
+        on. Storage is asked only if `changed` says that there may be news, and only about what is new."""
+        self._stale = self._stale or changed
+        if self._stale:
+            self._waiting += self._new()
+            self._stale = False
+        # Until MLflow is open it can't be known what is registered already.
+        if not self.registers or self.tracked is not None:
+            waiting, self._waiting = self._waiting, []
+            for checkpoint in waiting:
+                if not self._is_registered(checkpoint):
+                    self._begin(checkpoint)
         self._handled = [h for h in self._handled if self._advance(h)]
 
     def settle(self, seconds: float = SETTLE_S) -> None:
@@ -98,16 +110,23 @@ class Commits:
         for left in self._handled:
             self._say(f"{left.checkpoint.attempt} is not registered yet; the next resume catches up")
 
-    def _wanted(self, checkpoint: Checkpoint) -> bool:
-        """Whether there is anything to do. Until MLflow is open it can't be known what is registered
-        already."""
-        if not self.registers:
-            return True
-        if self.tracked is None:
+    def _new(self) -> list[Checkpoint]:
+        """Commits that were not there before. One listing, and one question for each new attempt."""
+        run = self._plan.run
+        new = [each for each in attempts_of(run.store) if each.name not in self._seen]
+        new.sort(key=lambda each: (each.launch, each.step, each.name))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            sizes = pool.map(lambda each: run.store.size(f"{each.name}/{MANIFEST}"), new)
+            there = [each for each, size in zip(new, sizes, strict=True) if size]
+        self._seen.update(each.name for each in there)
+        return [Checkpoint(run.uri, each.name, each.step, each.launch, run_id=run.id) for each in there]
+
+    def _is_registered(self, checkpoint: Checkpoint) -> bool:
+        if not self.registers or self.tracked is None:
             return False
         if self._registered is None:
             self._registered = self._ask_registered(self.tracked)
-        return checkpoint.attempt not in self._registered
+        return checkpoint.attempt in self._registered
 
     def _ask_registered(self, tracked: Tracked) -> set[str]:
         try:
@@ -119,7 +138,6 @@ class Commits:
             return set()
 
     def _begin(self, checkpoint: Checkpoint) -> None:
-        self._known.add(checkpoint.attempt)
         every = self._plan.composed.values["checkpoint"]["verify"]["full_every"]
         self._verified += 1
         full = every > 0 and self._verified % every == 0

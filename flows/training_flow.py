@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from prefect import task
@@ -54,10 +55,10 @@ def follow(session: Session) -> State[Any]:
         future = train_ranks.submit(plan.run.uri)
         opener.start()
         while not session.done.is_set():
-            session.changed.wait(LOOK_EVERY_S)
+            changed = session.changed.wait(LOOK_EVERY_S)
             session.changed.clear()
             opener.adopt()
-            _carefully(commits.look, say)
+            _carefully(partial(commits.look, changed), say)
         future.wait(timeout=5)
         finished = session.outcome is not None and session.outcome.state == "finished"
         if finished and commits.registers and not session.quiet:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.policies import Continuous, EverySteps, OverheadBudget, YoungDaly
 from flows.config import load
 from flows.overrides import ConfigError
+from training.build import build
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -68,13 +70,21 @@ def test_n1_the_config_is_plain_json_whatever_it_was_made_of():
         ("trainer.precision=fp8", "trainer.precision=fp8 must be one of fp32, bf16, fp16"),
         ("trainer.deterministic=2", "trainer.deterministic=2 must be true or false"),
         ("optim.lr=fast", "optim.lr=fast must be a number"),
+        (
+            "checkpoint/save=overhead_budget checkpoint.save.percent=101",
+            "checkpoint.save.percent=101 must be at most 100",
+        ),
+        (
+            "checkpoint/save=young_daly checkpoint.save.mtbf_hours=0",
+            "checkpoint.save.mtbf_hours=0 must be at least",
+        ),
         ("checkpoint.save.every=0", "checkpoint.save.every=0 must be at least 1"),
         ("checkpoint.keep.n=0", "checkpoint.keep.n=0 would keep no checkpoint"),
         ("optim.lr=1,2", "optim.lr=1,2 holds several values"),
     ],
 )
 def test_a_value_of_the_wrong_kind_gets_one_clear_line(override, said):
-    line = refusal(override)
+    line = refusal(*override.split())
     assert line.startswith(said)
     assert "\n" not in line
 
@@ -172,6 +182,19 @@ def test_every_default_has_its_reason_above_it():
             if opens_node or key.startswith(("_self_", "train", "override hydra/job", "_target_")):
                 continue
             assert above.strip().startswith("#") or "override hydra" in above, f"{page}: {line}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy"),
+    [
+        (["checkpoint/save=overhead_budget", "checkpoint.save.percent=1"], OverheadBudget(percent=1)),
+        (["checkpoint/save=young_daly", "checkpoint.save.mtbf_hours=3"], YoungDaly(mtbf_hours=3)),
+        (["checkpoint/save=continuous", "checkpoint.save.min_s=5"], Continuous(min_s=5)),
+        (["checkpoint.save.every=7"], EverySteps(7)),
+    ],
+)
+def test_when_to_save_is_a_choice_also_on_top_of_the_smoke_test(overrides, policy):
+    assert build(load("train", ["debug=smoke", *overrides]).values["checkpoint"]["save"]) == policy
 
 
 def test_settings_of_this_machine_are_read_from_a_file_that_git_ignores(tmp_path):

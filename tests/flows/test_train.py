@@ -26,6 +26,7 @@ def test_i3_odd_storage_paths_and_names_work_from_training_to_pruning(project):
     trained = project.cli("train", *SMALL, "run=2026_12_01", where, "trainer.max_steps=40")
     assert trained.code == 0, trained
     assert re.search(r"first step after \d+\.\d s", trained.out)
+    assert re.search(r"cost: stall [\d.]+ ms and join .* in all, [\d.]+ % of .*; a save every ", trained.out)
     assert (root / "2026_12_01" / "run.json").is_file()
 
     resumed = project.cli("resume", "run=2026_12_01", where)
@@ -39,6 +40,10 @@ def test_i3_odd_storage_paths_and_names_work_from_training_to_pruning(project):
     # Retention kept three; each of the four commits has one version, whose model loads from any folder.
     versions = project.versions("mlp")
     assert sorted(int(v.tags["ckpt.step"]) for v in versions) == [10, 20, 30, 40]
+    assert all(float(v.tags["ckpt.cost.persist_s"]) > 0 for v in versions)
+    (tracked,) = project.mlflow_runs()
+    stalls = project.mlflow().get_metric_history(tracked.info.run_id, "checkpoint/stall_ms")
+    assert [metric.step for metric in stalls] == [10, 20, 30, 40]
     predicted = subprocess.run(
         [sys.executable, "-c", PREDICT, project.mlflow_uri, "models:/mlp@champion", json.dumps([[0.0] * 64])],
         cwd="/",
