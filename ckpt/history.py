@@ -34,6 +34,8 @@ class History:
             launch=self._launch,
             run_id=self._run.id,
         )
+        if getattr(self._keep, "keeps_all", False):
+            return []  # a run may hold thousands, and reading their manifests would be felt
         try:
             if self._facts is None:
                 self._facts = self._read()

@@ -177,10 +177,14 @@ class KeepLast:
                 "a run without its newest checkpoint can't be resumed"
             )
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever given up, so that nobody need look at the history."""
+        return self.n in (None, -1)
+
     def keep(self, history: Sequence[Fact]) -> set[str]:
         """The attempt names of the newest `n`."""
-        n = None if self.n in (None, -1) else self.n
-        return {fact.attempt for fact in history[:n]}
+        return {fact.attempt for fact in history[: None if self.keeps_all else self.n]}
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,16 @@ import random
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import ckpt
-from ckpt import faults
+from ckpt import discover, faults
 from ckpt.commit import posthumous
 from ckpt.discover import committed
 from ckpt.errors import Corrupt, Fenced, NotCommitted, StateError
+from ckpt.history import History
 from ckpt.names import DOOMED, MANIFEST, part_name, shard_name
 from ckpt.pins import pin, pinned, pins, unpin
 from ckpt.policies import KeepBest, KeepLast
@@ -102,6 +104,17 @@ def test_if_none_is_valid_nothing_is_deleted(run):
     with pytest.raises(Corrupt):
         prune(run.store, [item.attempt for item in committed(run)], 1)
     assert steps(run) == [10, 5]
+
+
+def test_a_run_that_keeps_all_never_reads_its_history(run, monkeypatch):
+    looked = []
+    monkeypatch.setattr(discover, "checkpoints", lambda uri: looked.append(uri) or [])
+    for keep, looks in ((KeepLast(None), 0), (KeepLast(-1), 0), (KeepLast(2), 1)):
+        looked.clear()
+        history = History(run, 1, keep, say=pytest.fail)
+        for step in (1, 2):
+            assert history.committed(SimpleNamespace(name=f"s{step}", step=step, metrics={})) == []
+        assert (history.last.step, len(looked)) == (2, looks)
 
 
 def test_an_overtaken_launch_can_not_prune(run):
