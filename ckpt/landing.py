@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ckpt.huge_pages import private_memory
 from ckpt.manifest import Manifest, SliceEntry, TensorInfo
 from ckpt.reader import Want
 
@@ -102,9 +103,7 @@ def land(pieces: Sequence[Piece]) -> tuple[list[Want], list[Copy]]:
     groups, size = _groups(landing)
     copies: list[Copy] = []
     if size:
-        region = torch.frombuffer(
-            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
-        )
+        region = torch.frombuffer(private_memory(size), dtype=torch.uint8)
         memory = region.numpy().data
         for group in groups:
             wants.append(group.want(memory))

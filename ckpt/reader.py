@@ -10,9 +10,8 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from ckpt import faults
 from ckpt.digest import CHUNK, chunk_digest
 from ckpt.errors import Corrupt, StorageError
+from ckpt.huge_pages import private_memory
 from ckpt.store import Store
 
 __all__ = ["FileFacts", "Want", "read_verified"]
@@ -146,13 +146,13 @@ def _run(jobs: Sequence[_Job], threads: int) -> None:
 
     def work() -> None:
         try:
-            with _Bounce() as bounce:
-                while True:
-                    with lock:
-                        job = None if failures else next(todo, None)
-                    if job is None:
-                        return
-                    _do(job, bounce)
+            bounce = _Bounce()
+            while True:
+                with lock:
+                    job = None if failures else next(todo, None)
+                if job is None:
+                    return
+                _do(job, bounce)
         except BaseException as error:
             failures.append(error)
 
@@ -221,26 +221,15 @@ def _straight_target(job: _Job, start: int, end: int) -> memoryview | None:
 
 
 class _Bounce:
-    """One thread's page-aligned buffer for a chunk, made when first needed."""
+    """One thread's buffer for a chunk, made when first needed."""
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def __enter__(self) -> _Bounce:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._memory is not None:
-            # An array over it may live on in a traceback; then the memory goes with that.
-            with suppress(BufferError):
-                self._memory.close()
+        self._memory: memoryview | None = None
 
     def view(self, size: int) -> memoryview:
         if self._memory is None:
-            self._memory = mmap.mmap(-1, CHUNK)
-        return memoryview(self._memory)[:size]
+            self._memory = private_memory(CHUNK)
+        return self._memory[:size]
 
 
 class _Source:

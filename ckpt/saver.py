@@ -114,9 +114,9 @@ class Saver:
             self._capture(attempt)
         except BaseException as error:
             attempt.go_wrong("failed", str(error))
-            attempt.movable.set()
-            attempt.staged.set()
             self._settler.add(attempt)
+            self._settler.follow(attempt)
+            self._settler.staged(attempt)
             raise
         self._settler.add(attempt)
         self._staging.append(attempt)
@@ -229,6 +229,7 @@ class Saver:
 
     def _stage(self, attempt: Attempt) -> None:
         start = time.perf_counter()
+        self._settler.follow(attempt)
         try:
             if attempt.plan is not None and attempt.problem is None:
                 self._copy(attempt, attempt.plan)
@@ -236,8 +237,7 @@ class Saver:
             attempt.go_wrong("failed", f"step {attempt.step} could not be staged: {error}")
         finally:
             attempt.stage_s = time.perf_counter() - start
-            attempt.movable.set()
-            attempt.staged.set()
+            self._settler.staged(attempt)
 
     def _copy(self, attempt: Attempt, plan: Plan) -> None:
         stage, writer = plan.stages[attempt.slot], self._settler.writer

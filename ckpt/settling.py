@@ -19,7 +19,8 @@ from ckpt.writer.client import WriterClient
 from ckpt.writer.events import Committed, Durable, Event, Exited, Failed, FencedOff, Notice, Pruned
 
 COMMITTED = "committed"
-_BUSY_S = 0.01
+_POLL_S = 0.01
+_LONG_POLL_S = 0.1
 _IDLE_S = 0.5
 _PATIENCE = 3
 _RESTART_S = 5.0
@@ -73,12 +74,22 @@ class Settler:
         self._thread.start()
 
     def add(self, attempt: Attempt) -> None:
-        """Follow an attempt from here on."""
+        """Count an attempt as in flight; wakes nobody, for training waits for this."""
         with self._changed:
             self._attempts.append(attempt)
-            self._changed.notify_all()
         self._tally.add(begun=1, backlog=1)
+
+    def follow(self, attempt: Attempt) -> None:
+        """Say that an attempt has begun."""
         self._tell({"state": "begun", "step": attempt.step, "attempt": attempt.name, "bytes": attempt.bytes})
+
+    def staged(self, attempt: Attempt) -> None:
+        """Nothing reads the live state for this attempt any more, and its optimizer may move."""
+        attempt.movable.set()
+        attempt.staged.set()
+        # After the mark, as the settling thread looks for the mark after the problem: one of them sees both.
+        if attempt.problem is not None:
+            self.writer.nudge()
 
     def take_replan(self) -> bool:
         """Whether the last verdicts ask for the state's structure to be looked at anew; asks once."""
@@ -114,9 +125,8 @@ class Settler:
 
     def close(self, timeout_s: float) -> None:
         """End the thread and the writer process, which finishes by itself what is sealed."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closing = True
+        self.writer.nudge()
         self._thread.join(timeout_s)
         self.writer.close(timeout_s)
 
@@ -129,12 +139,11 @@ class Settler:
 
     def _work(self) -> None:
         while not self._closing:
-            with self._changed:
-                busy = self._changed.wait_for(lambda: self._attempts or self._closing, _IDLE_S)
             try:
-                event = self.writer.next_event(_BUSY_S if busy else 0)
-                if event is not None:
+                event = self.writer.next_event(self._patience())
+                while event is not None:
                     self._hear(event)
+                    event = self.writer.next_event(0)
                 if not self.writer.alive:
                     self._restart_writer()
                 for attempt in self.in_flight():
@@ -145,6 +154,12 @@ class Settler:
                     attempt.go_wrong("failed", str(error))
                     self.writer.abort(str(error), attempt.name)
                     self._end(attempt, f"failed: {error}")
+
+    def _patience(self) -> float:
+        """How long to wait for the writer's next event: other ranks don't wake this thread."""
+        if self._team.world_size == 1 or not self._attempts:
+            return _IDLE_S
+        return _POLL_S if any(attempt.reported for attempt in self._attempts) else _LONG_POLL_S
 
     def _hear(self, event: Event) -> None:
         named = next((a for a in self._attempts if a.name == getattr(event, "attempt", None)), None)
@@ -159,7 +174,7 @@ class Settler:
         elif named is None:
             return
         elif isinstance(event, Durable):
-            named.durable_at, named.persist_s, named.bytes = time.monotonic(), event.persist_s, event.bytes
+            named.durable_at, named.persist_s, named.bytes = event.t, event.persist_s, event.bytes
             self._tell({"state": "durable", **self._numbers(named)})
         elif isinstance(event, Committed):
             named.committed_at = event.t

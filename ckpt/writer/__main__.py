@@ -25,11 +25,12 @@ def main() -> None:
     from ckpt import faults
 
     faults.name_process("writer")
+    from ckpt.writer.priority import Session
     from ckpt.writer.serve import serve
 
     status = 1
     try:
-        status = serve(socket.socket(fileno=fd), trainer)
+        status = serve(socket.socket(fileno=fd), trainer, Session(own=True))
     except BaseException:
         import traceback
 

@@ -38,7 +38,7 @@ class WriterClient:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_SEND_S), 0))
         self._stderr = stderr
         self._sending = threading.Lock()
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._gone = threading.Event()
         self._reason = ""
@@ -176,11 +176,17 @@ class WriterClient:
             self._send(pack("hurry"))
 
     def next_event(self, timeout: float | None) -> Event | None:
-        """The writer's next event, or None if there is none within `timeout` seconds (None: wait for one)."""
+        """The writer's next event, or None if there is none within `timeout` seconds (None: wait for one), or
+        after a `nudge`.
+        """
         try:
             return self._events.get(timeout=timeout) if timeout != 0 else self._events.get_nowait()
         except queue.Empty:
             return None
+
+    def nudge(self) -> None:
+        """Wake who waits for the next event."""
+        self._events.put(None)
 
     def close(self, timeout: float) -> bool:
         """Let the writer finish what is sealed and asked for, and end; False if that takes over `timeout` s.

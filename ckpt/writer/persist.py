@@ -16,6 +16,7 @@ from ckpt.direct_io import ShardFile, free_bytes, remove_if_empty
 from ckpt.errors import CheckpointError
 from ckpt.sealed import signing_key
 from ckpt.store import Store
+from ckpt.writer.bounce import Buffers, copy_hashing
 from ckpt.writer.options import WriterOptions
 from ckpt.writer.priority import lower_this_thread
 from ckpt.writer.retry import errno_of, retrying
@@ -35,6 +36,7 @@ class Persister:
         self.say = say
         self.block = _block_size(options)
         self.throttle = Throttle(options.bandwidth_limit, burst=self.block)
+        self.buffers = Buffers(self.block) if Buffers.pay() else None
 
     def persist(self, save: Save) -> None:
         """Write the shard and, once sealed, the part. Raises VoidError, OSError or StorageError."""
@@ -176,11 +178,23 @@ class _Crew:
         end = min(start + CHUNK, save.size)
         save.wait_staged(end)
         memory = save.arena.padded
-        self._digests[index] = digest.chunk_digest(persister.options.digest, memory[start:end])
-        for offset in range(start, pages(end), persister.block):
-            block = memory[offset : min(offset + persister.block, pages(end))]
-            save.pause(persister.throttle.reserve(len(block)))
-            self._file.write(block, offset)
+        hasher = digest.new_hasher(persister.options.digest)
+        buffers = persister.buffers if self._file.direct else None
+        bounce = None if buffers is None else buffers.take()
+        try:
+            for offset in range(start, pages(end), persister.block):
+                block = memory[offset : min(offset + persister.block, pages(end))]
+                if bounce is None:
+                    hasher.update(block[: end - offset])
+                else:
+                    copy_hashing(block, bounce, hasher, end - offset)
+                    block = bounce[: len(block)]
+                save.pause(persister.throttle.reserve(len(block)))
+                self._file.write(block, offset)
+        finally:
+            if buffers is not None and bounce is not None:
+                buffers.give_back(bounce)
+        self._digests[index] = hasher.hexdigest()
 
 
 def _block_size(options: WriterOptions) -> int:

@@ -19,6 +19,7 @@ from ckpt.writer.lane import Lane
 from ckpt.writer.messages import PROTOCOL, Inbox, ProtocolError, pack
 from ckpt.writer.options import WriterOptions
 from ckpt.writer.persist import Persister
+from ckpt.writer.priority import Session
 from ckpt.writer.retry import errno_of
 from ckpt.writer.save import Save, VoidError
 from ckpt.writer.words import LastWords
@@ -32,10 +33,11 @@ _LAST_GRACE_S = 5.0
 class Writer:
     """One writer process, made from the trainer's first message."""
 
-    def __init__(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+    def __init__(self, sock: socket.socket, hello: dict[str, Any], session: Session) -> None:
         if hello["kind"] != "hello" or hello.get("protocol") != PROTOCOL:
             raise ProtocolError(f"expected a hello of protocol {PROTOCOL}, got {hello!r:.200}")
         self._sock = sock
+        self._session = session
         self._sending = threading.Lock()
         self._options = WriterOptions(**hello["options"])
         rank, launch = int(hello["rank"]), int(hello["launch"])
@@ -133,6 +135,7 @@ class Writer:
             old.stop(f"its arena was taken over by {attempt}")
         save = Save(attempt, arena, known["size"], known["tensors"])
         self._saves[slot] = save
+        self._session.lower()
         self._persisting.add(lambda: self._persist(save))
 
     def _persist(self, save: Save) -> None:
@@ -200,6 +203,7 @@ class Writer:
         return self._lead
 
     def _hurry(self) -> None:
+        self._session.restore()
         for save in self._saves.values():
             save.hurry()
 

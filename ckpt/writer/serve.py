@@ -6,13 +6,15 @@ import socket
 import traceback
 
 from ckpt.writer.messages import Inbox, ProtocolError
+from ckpt.writer.priority import Session
 from ckpt.writer.process import Writer
 
 _WATCH_MS = 1000
 
 
-def serve(sock: socket.socket, trainer: int | None) -> int:
-    """Run a writer on its socket until its work is done; `trainer` is a pidfd of the trainer.
+def serve(sock: socket.socket, trainer: int | None, session: Session) -> int:
+    """Run a writer on its socket until its work is done; `trainer` is a pidfd of the trainer,
+    `session` the session that this process runs in.
 
     Returns the exit status: 0 when the work was seen through, 1 when the trainer broke the protocol, never
     said hello, or the storage hung beyond all deadlines.
@@ -35,7 +37,7 @@ def serve(sock: socket.socket, trainer: int | None) -> int:
                 alive = _hear(inbox) and trainer not in ready
                 for message in inbox.messages():
                     if writer is None:
-                        writer = Writer(sock, message)
+                        writer = Writer(sock, message, session)
                         poller.register(writer.finished, select.POLLIN)
                     else:
                         writer.hear(message, inbox)
