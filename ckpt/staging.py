@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from ckpt.layout import Placed, ShardLayout
 from ckpt.tensor_kinds import is_dtensor, local_part
 
 _BATCH = 32 << 20
+# From this size on, this thread alone copies bytes. Torch would share a copy out to as many threads as
+# training has, and they would be in each other's way where training keeps every core busy.
+_LARGE = 1 << 20
 _pointer = Tensor.data_ptr
 
 
@@ -86,7 +90,11 @@ class Stage:
         else:
             with torch.no_grad():
                 for batch, end in self._batches:
-                    _copy([self._targets[i] for i in batch], [self._sources[i] for i in batch])
+                    small = [i for i in batch if i not in self._bytes]
+                    _copy([self._targets[i] for i in small], [self._sources[i] for i in small])
+                    for i in batch:
+                        if (pair := self._bytes.get(i)) is not None:
+                            np.copyto(*pair)
                     progress(end)
             queued()
         faults.point("stage", "end")
@@ -133,6 +141,11 @@ class Stage:
     def _look(self) -> None:
         """Take the live memory as it is now for what is to be copied."""
         keys = [self._pieces[i].slice.key for i in self._rest]
+        self._bytes = {
+            i: (_bytes_of(self._targets[i]), _bytes_of(self._sources[i]))
+            for i in self._rest
+            if _is_large(self._sources[i])
+        }
         self._guard = Guard(
             keys, [self._sources[i] for i in self._rest], [self._targets[i] for i in self._rest]
         )
@@ -162,6 +175,15 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
                 target.copy_(source, non_blocking=source.is_cuda)
         return
     torch._foreach_copy_(targets, sources, non_blocking=any(source.is_cuda for source in sources))
+
+
+def _is_large(source: Tensor) -> bool:
+    plain = source.device.type == "cpu" and source.is_contiguous() and not _odd(source)
+    return plain and source.nbytes >= _LARGE
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 _BYTES_ONLY = {
