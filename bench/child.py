@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from bench import frequency, limits, paired, restoring
-from bench.engines import NULL, make
+from bench import frequency, gil, limits, paired, quiet, restoring
+from bench.engines import ALWAYS, FLOOR, NULL, make
 from bench.engines.base import Absent, Engine
 from bench.loop import Loop
-from bench.spec import LIMITS, Spec
+from bench.spec import FAILING, LIMITS, Spec
 from bench.workload import Workload
 
 Tell = Callable[..., None]
@@ -29,10 +29,7 @@ def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
     engine = make(key)
     folder = Path(spec.folder)
     tell(phase="prepare", title=engine.title, note=engine.note)
-    work = Workload(spec.size, spec.tensors, spec.device)
-    engine.prepare(work, folder)
-    loop = Loop(work, engine, spec.batch)
-    loop.run(spec.window)
+    loop = _begin(engine, spec)
 
     tell(phase="first save")
     loop.run(spec.window, save=True)
@@ -40,31 +37,47 @@ def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "title": engine.title,
         "note": engine.note,
-        "state_bytes": work.nbytes,
         "first": {"stall_s": loop.stall_s, "join_s": loop.join_s},
+        "restore": None,
     }
-    engine.discard(loop.saved_step)
+    quiet.tidy(engine, loop.saved_step, folder)
 
     tell(phase=f"{spec.pairs} pairs of {spec.window} steps")
-    figures["costs"] = paired.measure(loop, spec.pairs, spec.window).plain()
+    figures["costs"] = paired.measure(loop, spec.pairs, spec.window, folder).plain()
+    engine.keep_newest()
 
     for every in spec.every:
         tell(phase=f"a save every {every} steps")
-        share = frequency.lost_share(loop, every, frequency.steps_for(every, spec.quick))
+        share = frequency.lost_share(loop, every, frequency.steps_for(every, spec.quick), folder)
         figures.setdefault("every", {})[str(every)] = share
 
-    for number in range(spec.memory_saves):
-        tell(phase="memory", save=number)
-        loop.run(spec.window, save=True)
-        loop.wait_durable()
-        engine.discard(loop.saved_step)
-
-    figures["restore"] = None
     if key != NULL:
+        tell(phase="interpreter lock")
+        figures["gil_s"] = gil.measure(loop, spec.repeats, folder)
+    if spec.device == "cuda":
+        from bench import busy
+
+        tell(phase="device")
+        figures["device_busy"] = busy.measure(loop, spec.repeats, spec.window, folder)
+    if key != FLOOR:
+        for number in range(spec.memory_saves):
+            tell(phase="memory", save=number)
+            loop.save(1)
+            loop.wait_durable()
+            quiet.tidy(engine, loop.saved_step, folder)
+    if key not in ALWAYS:
         tell(phase="restore")
         figures["restore"] = _restore(loop, engine, spec, folder)
     engine.close()
     return figures
+
+
+def _begin(engine: Engine, spec: Spec) -> Loop:
+    work = Workload(spec.size, spec.tensors, spec.device)
+    engine.prepare(work, Path(spec.folder))
+    loop = Loop(work, engine, spec.batch)
+    loop.run(spec.window)
+    return loop
 
 
 def _restore(loop: Loop, engine: Engine, spec: Spec, folder: Path) -> dict[str, Any]:
@@ -78,9 +91,24 @@ def _restore(loop: Loop, engine: Engine, spec: Spec, folder: Path) -> dict[str, 
     return restoring.measure(engine, step, saved, target, folder, spec.repeats).plain()
 
 
+def measure_failing(spec: Spec, tell: Tell) -> dict[str, Any]:
+    """Memory while the environment makes every save fail. Raises RuntimeError if one does not."""
+    from bench.engines.engine import OwnEngine
+
+    tell(phase="every save fails")
+    engine = OwnEngine(max_failed_saves=spec.memory_saves + 1)
+    loop = _begin(engine, spec)
+    for number in range(spec.memory_saves):
+        tell(phase="memory", save=number)
+        loop.run(1, save=True)
+        engine.wait_failed(number + 1)
+    engine.close()
+    return {}
+
+
 def measure_limits(spec: Spec, tell: Tell) -> dict[str, Any]:
     """What the hardware allows."""
-    tell(phase="calibrate and measure")
+    tell(phase="measure again" if spec.window else "calibrate and measure")
     work = Workload(spec.size, spec.tensors, spec.device)
     return limits.measure(spec, work, Path(spec.folder)).plain()
 
@@ -97,6 +125,8 @@ def main(job: str, spec: Spec, fd: int) -> int:
         try:
             if job == LIMITS:
                 tell(figures=measure_limits(spec, tell))
+            elif job == FAILING:
+                tell(figures=measure_failing(spec, tell))
             else:
                 tell(figures=measure_engine(job, spec, tell))
         except Absent as reason:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.memory import MARK, end_marked, marked, pss
-from bench.spec import Spec
+from bench.spec import ENVIRONMENT_OF, Spec
 
 _SAMPLE_S = 0.05
 _LEAVE_S = 15.0
@@ -60,7 +60,7 @@ def measure(job: str, spec: Spec, progress: Callable[[str], None]) -> Outcome:
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
-                    env=_environment(mark),
+                    env=_environment(mark) | ENVIRONMENT_OF.get(job, {}),
                 )
                 os.close(tells)
                 outcome = _listen(told, mark, progress)
@@ -81,10 +81,11 @@ def _listen(told: int, mark: str, progress: Callable[[str], None]) -> Outcome:
     outcome = Outcome()
     saving: int | None = None
     for message in _messages(told):
+        if saving is not None:
+            outcome.memory[saving] = max(outcome.memory[saving], pss(marked(mark)))
         if message is None:
-            if saving is not None:
-                outcome.memory[saving] = max(outcome.memory[saving], pss(marked(mark)))
-        elif "phase" in message:
+            continue
+        if "phase" in message:
             saving = message.get("save")
             if saving is not None:
                 outcome.memory.append(0)

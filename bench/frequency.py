@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench import quiet
 from bench.loop import Loop
 
+_FEWEST_SAVES, _FEWEST_STEPS = 3, 20
 
-def lost_share(loop: Loop, every: int, steps: int) -> float:
+
+def lost_share(loop: Loop, every: int, steps: int, folder: Path) -> float:
     """The share of training time lost (0.1: a tenth more is needed) with a save every `every` steps.
 
     One save is in flight at a time: a save that is due earlier holds training up until the one before is
-    durable. Compared with as many steps before and after without saves. Raises what makes a save fail.
+    durable; then the one before that is deleted, in the background. Compared with as many steps before and
+    after without saves. Raises what makes a save fail.
     """
     before = loop.run(steps)
     spent = 0.0
-    for number in range(0, steps, every):
-        spent += loop.wait_durable() if number else 0.0
-        spent += loop.run(min(every, steps - number), save=True)
-    loop.wait_durable()
+    with ThreadPoolExecutor(1) as remover:
+        older: int | None = None
+        removals = []
+        for _ in range(0, steps, every):
+            spent += loop.run(every, save=True)
+            spent += loop.wait_durable()
+            if older is not None:
+                removals.append(remover.submit(loop.engine.discard, older))
+            older = loop.saved_step
+        for removal in removals:
+            removal.result()
+    quiet.settle(loop, folder)
     after = loop.run(steps)
     return 2 * spent / (before + after) - 1
 
 
 def steps_for(every: int, quick: bool) -> int:
-    """Over how many steps it is measured: a multiple of `every`, with two saves at least unless `quick`."""
-    least = every if quick else max(2 * every, 20)
+    """Over how many steps it is measured: a multiple of `every`, with three saves at least unless `quick`."""
+    least = every if quick else max(_FEWEST_SAVES * every, _FEWEST_STEPS)
     return -(-least // every) * every

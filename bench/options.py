@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engines import KEYS, NULL
+from bench.engines import ALWAYS, KEYS
 from bench.spec import Spec, default_tensors, layer_width
 from flows.project import project_dir
 
@@ -49,8 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write all figures and samples there; plots (PNG) beside it")
     add("--quick", action="store_true", help="a small state and few pairs: shows that all runs, no figures")
     add("--device", default="cpu", help="cpu (default) or cuda")
-    add("--engines", metavar="A,B", help=f"some of: {', '.join(KEYS)} (default: all; null always runs)")
-    add("--size", metavar="MB", help="size of the state in 10^6 bytes (default 450; quick: 16)")
+    add(
+        "--engines",
+        metavar="A,B",
+        help=f"some of: {', '.join(KEYS)} (default: all; the first two always run)",
+    )
+    add("--size", metavar="MB", help="size of the state in 10^6 bytes (default 300; quick: 16)")
     add("--tensors", metavar="N", help="tensors of that size in all (default: of 4 MiB each)")
     add("--threads", default="1", metavar="N", help="threads that train (default 1)")
     add("--pairs", metavar="N", help="saves between two controls each (default 24, the fewest; quick: 6)")
@@ -61,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _checked(given: argparse.Namespace) -> Options:
     engines = _engines(given.engines)
-    size = _number("--size", given.size, 16 if given.quick else 450, 1, _LARGEST_MB) * MB
+    size = _number("--size", given.size, 16 if given.quick else 300, 1, _LARGEST_MB) * MB
     tensors = _number("--tensors", given.tensors, default_tensors(size), 3, 10**7)
     if layer_width(size, tensors) < 1:
         raise ValueError(f"--tensors: {size // MB} MB can't be cut into {tensors} tensors")
@@ -95,7 +99,7 @@ def _engines(text: str | None) -> tuple[str, ...]:
     unknown = [key for key in asked if key not in KEYS]
     if unknown:
         raise ValueError(f"--engines: there is no {unknown[0]!r}; there are {', '.join(KEYS)}")
-    return tuple(key for key in KEYS if key in asked or key == NULL)
+    return tuple(key for key in KEYS if key in asked or key in ALWAYS)
 
 
 def _check_device(device: str) -> None:

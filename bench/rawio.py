@@ -1,12 +1,15 @@
 """Raw disk speed, in a process that imports no torch and shares no interpreter lock with training.
 
-    python -m bench.rawio write|read PATH BYTES THREADS
+    python -m bench.rawio THREADS
 
-prints one line of JSON: seconds, and whether O_DIRECT was taken.
+does what it is told by lines of JSON ({"do": "write" or "read", "path": PATH, "bytes": BYTES, "threads": N})
+and answers each with one: seconds, whether O_DIRECT was taken, and when it was done, on the machine's
+monotonic clock; or the error. THREADS: the most that will be asked for. It ends with its input.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -17,21 +20,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
+
+from ckpt import huge_pages
 
 BLOCK = 16 << 20
 
 
-def write(path: Path, size: int, threads: int) -> tuple[float, bool]:
-    """Write `size` bytes (rounded up to pages) and make file and folder durable; seconds, O_DIRECT or not.
+def write(path: Path, size: int, buffers: list[memoryview]) -> tuple[float, bool]:
+    """Write `size` bytes (rounded up to pages) to a new file, with a thread for each of `buffers`, and make
+    file and folder durable; seconds, O_DIRECT or not.
 
     Raises OSError.
     """
-    buffers = _buffers(threads)
     start = time.monotonic()
     fd, direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        with suppress(OSError):
-            os.posix_fallocate(fd, 0, size)
+        # Not posix_fallocate: where that is not supported, the C library writes into every block instead.
+        ctypes.CDLL(None).fallocate64(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size))
         _in_blocks(size, buffers, lambda view, offset: os.pwrite(fd, view, offset))
         os.fsync(fd)
     finally:
@@ -44,9 +50,8 @@ def write(path: Path, size: int, threads: int) -> tuple[float, bool]:
     return time.monotonic() - start, direct
 
 
-def read(path: Path, size: int, threads: int) -> tuple[float, bool]:
+def read(path: Path, size: int, buffers: list[memoryview]) -> tuple[float, bool]:
     """Read `size` bytes of a file; seconds, O_DIRECT or not. Raises OSError."""
-    buffers = _buffers(threads)
     fd, direct = _open(path, os.O_RDONLY)
     try:
         if not direct:
@@ -58,6 +63,14 @@ def read(path: Path, size: int, threads: int) -> tuple[float, bool]:
         os.close(fd)
 
 
+def block_buffers(number: int) -> list[memoryview]:
+    """That many buffers of one block, on memory that is there already."""
+    found = [huge_pages.private_memory(BLOCK) for _ in range(number)]
+    for buffer in found:
+        buffer[:] = os.urandom(1 << 10) * (BLOCK >> 10)
+    return found
+
+
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
@@ -66,15 +79,6 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
             if flags & os.O_CREAT:
                 path.unlink()  # the kernel makes the file before the file system refuses the flag
         return os.open(path, flags, 0o600), False
-
-
-def _buffers(threads: int) -> list[memoryview]:
-    found = []
-    for _ in range(threads):
-        buffer = memoryview(mmap.mmap(-1, BLOCK))
-        buffer[:] = os.urandom(1 << 10) * (BLOCK >> 10)
-        found.append(buffer)
-    return found
 
 
 def _in_blocks(size: int, buffers: list[memoryview], transfer: Callable[[memoryview, int], int]) -> None:
@@ -103,7 +107,22 @@ def _in_blocks(size: int, buffers: list[memoryview], transfer: Callable[[memoryv
         raise failed[0]
 
 
+def _answer(asked: dict[str, Any], buffers: list[memoryview]) -> dict[str, Any]:
+    do = {"write": write, "read": read}[asked["do"]]
+    try:
+        seconds, direct = do(Path(asked["path"]), asked["bytes"], buffers[: asked["threads"]])
+    except OSError as error:
+        return {"error": str(error)}
+    return {"seconds": seconds, "direct": direct, "at": time.monotonic()}
+
+
+def serve(threads: int) -> None:
+    """Answer every line of standard input."""
+    buffers = block_buffers(threads)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line), buffers)), flush=True)
+
+
 if __name__ == "__main__":
-    way, place, nbytes, workers = sys.argv[1:]
-    seconds, taken = (write if way == "write" else read)(Path(place), int(nbytes), int(workers))
-    print(json.dumps({"seconds": seconds, "direct": taken}))
+    serve(int(sys.argv[1]))

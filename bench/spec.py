@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -9,8 +10,11 @@ from dataclasses import asdict, dataclass, replace
 # What the checkpoint engine uses by default, and therefore what the raw limits are measured with.
 WRITE_THREADS = 2
 READ_THREADS = 4
-# The job that is no engine.
-LIMITS = "limits"
+# The jobs that are no engine: the raw limits, and the own engine while every save fails.
+LIMITS, FAILING = "limits", "failing"
+# What such a job finds in its environment: as if the disk were full whenever a shard is written.
+_FULL = {"match": "writer:pwrite:", "do": "raise", "errno": errno.ENOSPC}
+ENVIRONMENT_OF = {FAILING: {"CKPT_FAULTS": json.dumps([_FULL])}}
 
 _BYTES = 4
 _COPIES = 3  # the parameters and AdamW's two moments
@@ -35,8 +39,13 @@ class Spec:
 
     @property
     def repeats(self) -> int:
-        """How often a single figure (a restore, a raw limit) is measured."""
+        """How often a restore and what threads hold the interpreter lock for are measured."""
         return 1 if self.quick else 3
+
+    @property
+    def raw_repeats(self) -> int:
+        """How often a raw limit is measured before the engines are, and again after them."""
+        return 1 if self.quick else 4
 
     @property
     def memory_saves(self) -> int:

@@ -14,6 +14,7 @@ from bench.spec import layer_width, layers_of
 _LONGER_THAN_STAGING = 1.5
 _LEAST_STEP_S = 0.02
 _LARGEST_BATCH = 4096
+_TRIES = 3
 
 
 class Net(nn.Module):
@@ -92,15 +93,20 @@ class Workload:
         }
 
     def calibrate(self, staging_s: float) -> int:
-        """The smallest power of two as batch with which forward and backward outlast staging by half."""
-        batch = 1
-        while batch < _LARGEST_BATCH:
-            self.forward_backward(batch)
-            self.synchronize()
+        """The batch with which forward and backward outlast staging by half."""
+        wanted = max(_LEAST_STEP_S, _LONGER_THAN_STAGING * staging_s)
+        batch, took = 1, self._forward_backward_s(1)
+        while took < wanted and batch < _LARGEST_BATCH:
+            batch *= 2
+            took = self._forward_backward_s(batch)
+        # The power of two before was too little: what is enough lies between the two.
+        return max(batch // 2 + 1, round(batch * wanted / took)) if took > wanted else batch
+
+    def _forward_backward_s(self, batch: int) -> float:
+        took = []
+        for _ in range(_TRIES):
             start = time.monotonic()
             self.forward_backward(batch)
             self.synchronize()
-            if time.monotonic() - start >= max(_LEAST_STEP_S, _LONGER_THAN_STAGING * staging_s):
-                break
-            batch *= 2
-        return batch
+            took.append(time.monotonic() - start)
+        return min(took)

@@ -8,6 +8,7 @@ from bench.engines.base import Engine
 
 _HOMES = {
     "null": ("bench.engines.null", "Null"),
+    "floor": ("bench.engines.floor", "Floor"),
     "torch_save": ("bench.engines.torch_save", "TorchSave"),
     "dcp_save": ("bench.engines.dcp_save", "DcpSave"),
     "dcp_async_thread": ("bench.engines.dcp_async", "Thread"),
@@ -17,7 +18,10 @@ _HOMES = {
     "engine": ("bench.engines.engine", "OwnEngine"),
 }
 KEYS = tuple(_HOMES)
-NULL, REFERENCE = "null", "dcp_save"
+NULL, FLOOR, REFERENCE, OWN = "null", "floor", "dcp_save", "engine"
+# What every run needs to be judged; neither keeps anything that could be restored.
+ALWAYS = (NULL, FLOOR)
+PEERS = tuple(key for key in KEYS if key not in (*ALWAYS, OWN))
 
 
 def make(key: str) -> Engine:

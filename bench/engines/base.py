@@ -47,7 +47,10 @@ class Engine(Protocol):
         """As `durable_at`, once it is. Raises what made the save fail, TimeoutError after `WAIT_S`."""
 
     def discard(self, step: int) -> None:
-        """Give back the storage of a durable save, where the engine does not do so by itself."""
+        """Give back the storage of a durable save, or of all before it; back once that is done."""
+
+    def keep_newest(self) -> None:
+        """From here on the engine deletes older saves by itself, if it can."""
 
     def load(self, step: int, target: Workload) -> None:
         """Bring `target` to what was saved at `step`."""
@@ -89,6 +92,9 @@ class Peer(Engine):
     def discard(self, step: int) -> None:
         """Remove the folder."""
         shutil.rmtree(self.place(step), ignore_errors=True)
+
+    def keep_newest(self) -> None:
+        """It never deletes anything by itself."""
 
     def close(self) -> None:
         """Nothing runs in the background."""

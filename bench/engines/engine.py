@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import ckpt
 from bench.engines.base import WAIT_S, Engine
 from bench.spec import READ_THREADS, WRITE_THREADS
 from bench.workload import Workload
+from ckpt import retention
+from ckpt.checkpoint import Fact
 from ckpt.policies import Now
 from ckpt.restore import restore_into
 from flows.project import project_name
+
+_POLL_S = 0.01
 
 
 class _Asked:
@@ -25,23 +30,39 @@ class _Asked:
         return due
 
 
+class _Keep:
+    """A policy that keeps all until it is told to keep the newest only."""
+
+    newest_only = False
+
+    def keep(self, history: Sequence[Fact]) -> set[str]:
+        """The names to keep."""
+        return {fact.attempt for fact in (history[:1] if self.newest_only else history)}
+
+
 class OwnEngine(Engine):
     """Digests everything while it writes, and verifies all of it while it restores."""
 
     title = project_name()
-    note = "fsyncs, digests, restores verified; its pruning runs beside the measured steps"
+    note = "fsyncs, digests, restores verified"
+
+    def __init__(self, max_failed_saves: int = 3) -> None:
+        """`max_failed_saves`: how many in a row are taken before training is ended."""
+        self._max_failed_saves = max_failed_saves
 
     def prepare(self, work: Workload, folder: Path) -> None:
         """Begin a run and its writer process."""
         self._uri = str(folder / "run")
         self._policy = _Asked()
+        self._keep = _Keep()
         self._said: list[str] = []
         self._step, self._begun = 0, 0.0
         self._manager = ckpt.CheckpointManager(
             ckpt.open_run(self._uri),
             work.state,
             save=self._policy,
-            keep=ckpt.KeepLast(1),
+            keep=self._keep,
+            max_failed_saves=self._max_failed_saves,
             threads=WRITE_THREADS,
             say=self._said.append,
         )
@@ -78,8 +99,30 @@ class OwnEngine(Engine):
             raise RuntimeError(f"the save of step {self._step} was not committed: {self._said[-1:]}")
         return found
 
-    def discard(self, step: int) -> None:
-        """The manager prunes by itself."""
+    def wait_failed(self, number: int) -> None:
+        """Return once that many saves in all have failed. Raises RuntimeError if one did not."""
+        late = time.monotonic() + WAIT_S
+        while (stats := self._manager.stats).failed < number:
+            if stats.committed or time.monotonic() > late:
+                raise RuntimeError(f"a save that had to fail did not: {stats}")
+            time.sleep(_POLL_S)
+
+    def discard(self, step: int) -> None:  # noqa: ARG002
+        """Only the newest is left: by the manager, or without it where its windows are measured."""
+        run = self._manager.run
+        if not self._keep.newest_only:
+            older = [checkpoint.attempt for checkpoint in ckpt.checkpoints(self._uri)[1:]]
+            retention.prune(run.store, older, self._manager.launch.number)
+            return
+        late = time.monotonic() + WAIT_S
+        while sum(entry.name.startswith("step-") for entry in run.store.list()) > 1:
+            if time.monotonic() > late:
+                raise TimeoutError(f"older checkpoints were not deleted; the last words: {self._said[-1:]}")
+            time.sleep(_POLL_S)
+
+    def keep_newest(self) -> None:
+        """From the next commit on, the manager prunes."""
+        self._keep.newest_only = True
 
     def load(self, step: int, target: Workload) -> None:
         """Restore, every chunk verified before anything live is touched."""
