@@ -190,7 +190,7 @@ class CheckpointManager:
         if self._saver.has_plan:
             self._saver.check()
         else:
-            self._saver.prepare()
+            self._tally.add(stall_s=self._saver.prepare())
         call, self._calls = self._calls, self._calls + 1
         stride = step - previous if previous is not None else 1
         decision = self._team.decide(

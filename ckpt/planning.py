@@ -62,10 +62,12 @@ class Arenas:
         self._say = say
         self._arenas: dict[int, Arena] = {}
         self._unpin: dict[int, Callable[[], None]] = {}
+        self._untouched: set[int] = set()
 
     def fit(self, slot: int, size: int, on_cuda: bool) -> tuple[Arena, bool]:
-        """An arena of a free slot for a shard of `size` bytes, backed by memory; and whether it is a new one.
+        """An arena of a free slot for a shard of `size` bytes, and whether it is a new one.
 
+        A new one is backed by memory for CUDA; else `touch` does that, which takes longer than all else.
         Raises StorageError with numbers if memory can't hold it.
         """
         old = self._arenas.get(slot)
@@ -76,17 +78,25 @@ class Arenas:
         if warning:
             self._say(warning)
         arena = Arena.create(size)
+        self._arenas[slot] = arena
+        self._untouched.add(slot)
+        if on_cuda:
+            self.touch(slot)
+            self._unpin[slot] = pin(arena)
+        return arena, True
+
+    def touch(self, slot: int) -> None:
+        """Back a slot's arena by memory, once. Raises StorageError, every time, if there is not enough."""
+        if slot not in self._untouched:
+            return
+        arena = self._arenas[slot]
         try:
             arena.touch().result()
         except OSError as error:
-            arena.close()
             raise StorageError(
-                f"no memory for staging {size} bytes: {error}; use a smaller state or fewer slots"
+                f"no memory for staging {arena.size} bytes: {error}; use a smaller state or fewer slots"
             ) from error
-        self._arenas[slot] = arena
-        if on_cuda:
-            self._unpin[slot] = pin(arena)
-        return arena, True
+        self._untouched.discard(slot)
 
     def get(self, slot: int) -> Arena | None:
         """The arena of a slot, if it has one."""
@@ -97,6 +107,7 @@ class Arenas:
         unpin = self._unpin.pop(slot, None)
         if unpin is not None:
             unpin()
+        self._untouched.discard(slot)
         arena = self._arenas.pop(slot, None)
         if arena is not None:
             arena.close()

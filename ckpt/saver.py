@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from ckpt import faults
@@ -63,11 +64,14 @@ class Saver:
         """Whether the state was flattened already."""
         return self._plan is not None
 
-    def prepare(self) -> None:
+    def prepare(self) -> float:
         """Flatten the state as it is now, and plan in the background; on many ranks a collective.
+
+        Returns the seconds that took the caller.
 
         No attempt may be in flight whose arena the new plan could replace: waits for those.
         """
+        start = time.perf_counter()
         flat = flatten(self._state, self._team.rank)
         self._plans += 1
         number = self._plans
@@ -84,10 +88,15 @@ class Saver:
                 self._current = plan
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(plan)
+                return
+            # A save may begin from here on: its copy comes behind this in the same thread.
+            future.set_result(plan)
+            with suppress(StorageError):  # which that copy would meet as well
+                for slot in range(self._slots):
+                    self._arenas.touch(slot)
 
         self._jobs.put(job)
+        return time.perf_counter() - start
 
     def check(self) -> None:
         """Raise StateError or StorageError if planning has failed in the background."""
@@ -243,6 +252,7 @@ class Saver:
         stage, writer = plan.stages[attempt.slot], self._settler.writer
         taken = attempt.taken
         assert taken is not None
+        self._arenas.touch(attempt.slot)
         begun = time.perf_counter()
         writer.begin(attempt.name, plan.layout, not stage.announced, attempt.slot, plan.tensors)
         stage.announced = True

@@ -255,7 +255,6 @@ class Settler:
             attempt.committed_at = attempt.committed_at or time.monotonic()
             self.bad_in_a_row = 0
             self.last_committed_step = attempt.step
-            self._tally.committed(attempt.costs())
             doomed = self._on_commit(attempt)
             if doomed:
                 self.writer.prune(doomed)
@@ -267,9 +266,13 @@ class Settler:
                 self.bad_in_a_row += 1
                 ended = "failed" if kind == "failed" else "was given up"
                 self.last_failure = f"the save of step {attempt.step} {ended}: {cause}"
-            self._tally.add(backlog=-1, **{"failed" if kind == "failed" else "voided": 1})
         with self._changed:
             self._attempts = [a for a in self._attempts if a is not attempt]
+            # Not before the slot is free: who sees no backlog may begin a save.
+            if kind == COMMITTED:
+                self._tally.committed(attempt.costs())
+            else:
+                self._tally.add(backlog=-1, **{"failed" if kind == "failed" else "voided": 1})
             attempt.plan = None
             attempt.part = {}
             attempt.done.set()

@@ -208,7 +208,8 @@ def test_a_manifest_and_every_event_say_what_the_save_cost(tmp_path):
     assert costs.keys() == {"stall_s", "join_s", "stage_s", "persist_s", "bytes"}
     assert min(costs["stall_s"], costs["stage_s"], costs["persist_s"]) > 0
     told = next(event for event in m.events if event["state"] == "committed")
-    assert (told["bytes"], told["stall_s"]) == (costs["bytes"], m.stats.stall_s)
+    assert told["bytes"] == costs["bytes"]
+    assert 0 < told["stall_s"] < m.stats.stall_s, "planning was before the first save"
     assert told["durable_s"] == m.stats.last.durable_s > told["persist_s"]
     assert 0 < m.stats.overhead_percent < 100
 
