@@ -5,14 +5,19 @@ Nothing here touches the live state before `RestorePlan.apply`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ckpt import values
+from ckpt.byte_copies import bytes_of, copies_as_bytes
 from ckpt.differences import Difference
 from ckpt.errors import Corrupt, StateError
 from ckpt.flatten import put_back
@@ -23,6 +28,8 @@ from ckpt.store import Store
 from ckpt.tensor_kinds import dtype_name, is_dtensor, local_part
 
 __all__ = ["Like", "RestorePlan", "Target", "fresh_like", "referenced"]
+
+_COPIERS = 8
 
 Like = Tensor | torch.device | None
 """Where a new tensor is to lie: beside another one and sharded like it, on a device, or on the CPU."""
@@ -208,9 +215,16 @@ class _Keys(Mapping[str, Any]):
 
 
 def _make(copies: list[Copy]) -> None:
+    large = [copy for copy in copies if copies_as_bytes(copy.into, copy.data)]
+    few = [copy for copy in copies if not copies_as_bytes(copy.into, copy.data)]
     with torch.no_grad():
-        if copies:
-            torch._foreach_copy_([copy.into for copy in copies], [copy.data for copy in copies])
+        if few:
+            torch._foreach_copy_([copy.into for copy in few], [copy.data for copy in few])
+    if large:
+        # Nothing trains yet: every core may help. Autograd learns of it as of any other write in place.
+        with ThreadPoolExecutor(min(_COPIERS, len(os.sched_getaffinity(0)))) as pool:
+            list(pool.map(lambda copy: np.copyto(bytes_of(copy.into), bytes_of(copy.data)), large))
+        increment_version([copy.into for copy in large])
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ckpt import faults
 from ckpt.arena import Arena
+from ckpt.byte_copies import bytes_of, copies_as_bytes
 from ckpt.dcp import Piece, refresh
 from ckpt.flatten import Flat
 from ckpt.guard import Guard, Taken
@@ -23,9 +24,6 @@ from ckpt.layout import Placed, ShardLayout
 from ckpt.tensor_kinds import is_dtensor, local_part
 
 _BATCH = 32 << 20
-# From this size on, this thread alone copies bytes. Torch would share a copy out to as many threads as
-# training has, and they would be in each other's way where training keeps every core busy.
-_LARGE = 1 << 20
 _pointer = Tensor.data_ptr
 
 
@@ -142,9 +140,9 @@ class Stage:
         """Take the live memory as it is now for what is to be copied."""
         keys = [self._pieces[i].slice.key for i in self._rest]
         self._bytes = {
-            i: (_bytes_of(self._targets[i]), _bytes_of(self._sources[i]))
+            i: (bytes_of(self._targets[i]), bytes_of(self._sources[i]))
             for i in self._rest
-            if _is_large(self._sources[i])
+            if copies_as_bytes(self._targets[i], self._sources[i])
         }
         self._guard = Guard(
             keys, [self._sources[i] for i in self._rest], [self._targets[i] for i in self._rest]
@@ -175,15 +173,6 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
                 target.copy_(source, non_blocking=source.is_cuda)
         return
     torch._foreach_copy_(targets, sources, non_blocking=any(source.is_cuda for source in sources))
-
-
-def _is_large(source: Tensor) -> bool:
-    plain = source.device.type == "cpu" and source.is_contiguous() and not _odd(source)
-    return plain and source.nbytes >= _LARGE
-
-
-def _bytes_of(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 _BYTES_ONLY = {
