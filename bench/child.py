@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing
 
 from bench import frequency, gil, limits, paired, quiet, restoring
 from bench.engines import ALWAYS, FLOOR, NULL, make
@@ -122,6 +124,9 @@ def main(job: str, spec: Spec, fd: int) -> int:
             pipe.flush()
 
         torch.set_num_threads(spec.threads)
+        if spec.tensors > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            # Else the engines that pass tensors to a process of theirs need an open file for each.
+            torch.multiprocessing.set_sharing_strategy("file_system")
         try:
             if job == LIMITS:
                 tell(figures=measure_limits(spec, tell))

@@ -111,9 +111,7 @@ def _remarks(key: str, figures: dict[str, Any]) -> list[str]:
         return [f"{key} is {figures['status']}: {figures['reason']}"]
     found = [figures["note"]] if figures["note"] else []
     if figures["writeback_s"] > _WRITTEN_BACK_S:
-        found.append(
-            f"left the machine {seconds(figures['writeback_s'])} of write-back, in none of its figures"
-        )
+        found.append(f"write-back after each save, in no figure: {seconds(figures['writeback_s'])}")
     if figures["memory_flat"] is False:
         found.append("its memory grows from save to save")
     if figures.get("memory_failing_bytes") is not None:
