@@ -25,7 +25,7 @@ lint: $(VENV)/.installed-dev ## ruff (lint and format) and mypy
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-bench: $(VENV)/.installed ## measure what a checkpoint costs, beside other ways to save; takes a while, wants a quiet machine
+bench: $(VENV)/.installed-bench ## measure what a checkpoint costs beside other engines: 12 minutes, and wants a quiet machine
 	@$(PY) -m bench
 
 ui: $(VENV)/.installed ## the Prefect and MLflow pages over what `make run` made
@@ -48,4 +48,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what the tests need"
 	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@echo "installing what the comparison needs"
+	@$(PIP_INSTALL) -e '.[bench]'
 	@touch $@

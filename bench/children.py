@@ -123,6 +123,7 @@ def _wait_for_the_rest(mark: str) -> None:
 def _environment(mark: str) -> dict[str, str]:
     path = os.environ.get("PYTHONPATH")
     return {
+        "OMP_WAIT_POLICY": "PASSIVE",  # as this project's launcher trains
         **os.environ,
         MARK: mark,
         "PYTHONPATH": f"{_SOURCE}{os.pathsep}{path}" if path else str(_SOURCE),
