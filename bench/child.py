@@ -46,6 +46,9 @@ def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
 
     tell(phase=f"{spec.pairs} pairs of {spec.window} steps")
     figures["costs"] = paired.measure(loop, spec.pairs, spec.window, folder).plain()
+    if spec.windows_only:
+        engine.close()
+        return figures
     engine.keep_newest()
 
     for every in spec.every:

@@ -19,7 +19,7 @@ from typing import Any
 from bench.memory import MARK, end_marked, marked, pss
 from bench.spec import ENVIRONMENT_OF, Spec
 
-_SAMPLE_S = 0.05
+_SAMPLE_S = 0.1
 _LEAVE_S = 15.0
 _SOURCE = Path(__file__).resolve().parent.parent
 

@@ -2,8 +2,8 @@
 
 A probe takes the training thread's place: again and again it computes for a moment without the lock and then
 takes it back. Nothing but the lock can put it to sleep, so the kernel's count of its voluntary waits tells
-whether the lock was taken at that very moment. The lengths of the turns that ended so are added up: a sample
-of all moments, right on average however short the lock is held for each time.
+whether the lock was taken at that very moment. The moments are random: right on average, however short the
+lock is held for each time.
 
 The probe has a processor that the process's other threads are kept from: else such a thread would often run
 in the place of the probe, and the lock would be free again whenever the probe comes to look.
@@ -11,9 +11,11 @@ in the place of the probe, and the lock would be free again whenever the probe c
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import resource
+import statistics
 import threading
 import time
 import zlib
@@ -30,60 +32,89 @@ from bench.loop import Loop
 TURN_S = 200e-6
 _CONTROL_S = 0.3
 _LOOK_S = 50e-3
-_LONGEST_WAKING_S = 500e-6
 _BYTES = 256 << 10
-_FEWEST_BYTES = 32 << 10  # for half as many zlib does let go of the lock
-_TURNS, _LONGEST = 64, 1.5
+_FEWEST_BYTES = 8 << 10  # with fewer zlib does not let go of the lock
+_TURNS = 64
 
 
 class Probe:
-    """To be made while no other thread runs: it measures how much work lasts one turn."""
+    """To be made while no other thread runs: it measures how much work lasts a turn, and how it wakes up."""
 
     def __init__(self) -> None:
         block = bytes(_BYTES)
-        start = time.perf_counter()
-        rounds = 0
+        start, rounds = time.perf_counter(), 0
         while time.perf_counter() - start < 20 * TURN_S:
             zlib.crc32(block)
             rounds += 1
-        once = (time.perf_counter() - start) / rounds
-        turn = memoryview(bytes(max(_FEWEST_BYTES, round(_LONGEST * _BYTES * TURN_S / once))))
-        # Of unequal length, so as not to keep step with what other threads do.
-        shares = [0.5 + number / _TURNS for number in range(_TURNS)]
-        random.Random(0).shuffle(shares)
-        self._work = [(turn[: round(len(turn) * share / _LONGEST)], share * TURN_S) for share in shares]
+        speed = rounds * _BYTES / (time.perf_counter() - start)
+        # As far apart as chance would have it, so as not to keep step with what other threads do.
+        lengths = [-TURN_S * math.log((number + 0.5) / _TURNS) for number in range(_TURNS)]
+        random.Random(0).shuffle(lengths)
+        longest = memoryview(bytes(_FEWEST_BYTES + round(speed * max(lengths))))
+        self._work = [(longest[: max(_FEWEST_BYTES, round(speed * s))], s) for s in lengths]
+        self._waking_s = self._measure_waking()
 
     def run(self, ended: Callable[[], bool]) -> tuple[float, float]:
         """Seconds for which other threads held the lock until `ended`, and seconds in all."""
+        waits: list[float] = []
+        total = self._turns(ended, lambda _, wait: waits.append(wait))
+        return held_s(waits, self._waking_s), total
+
+    def _turns(self, ended: Callable[[], bool], taken: Callable[[float, float], None]) -> float:
+        """Seconds in all. `taken` is told of each turn at whose end the lock was taken: when the probe had it
+        at last, and for how long it had waited.
+        """
         allowed = os.sched_getaffinity(0)
         alone, others = _split(allowed)
         os.sched_setaffinity(0, alone)
         try:
-            waits, total = self._turns(ended, others)
+            turns = cycle(self._work)
+            looked = 0.0
+            slept = _times_slept()
+            start = last = time.perf_counter()
+            while not ended():
+                if last - looked > _LOOK_S:
+                    looked = last
+                    _confine(others)
+                work, usual = next(turns)
+                zlib.crc32(work)
+                now, before = time.perf_counter(), slept
+                slept = _times_slept()
+                if slept != before:
+                    taken(now, max(0.0, now - last - usual))
+                last = now
+            return last - start
         finally:
             _confine(allowed)
             os.sched_setaffinity(0, allowed)
-        return _held_s(waits), total
 
-    def _turns(self, ended: Callable[[], bool], others: set[int]) -> tuple[list[tuple[float, float]], float]:
-        """Seconds of work and of waiting of each turn at whose end the lock was taken; seconds in all."""
-        found = []
-        turns = cycle(self._work)
-        looked = 0.0
-        slept = _times_slept()
-        start = last = time.perf_counter()
-        while not ended():
-            if last - looked > _LOOK_S:
-                looked = last
-                _confine(others)
-            work, usual = next(turns)
-            zlib.crc32(work)
-            now, before = time.perf_counter(), slept
-            slept = _times_slept()
-            if slept != before:
-                found.append((usual, max(0.0, now - last - usual)))
-            last = now
-        return found, last - start
+    def _measure_waking(self) -> float:
+        """How long the probe takes to run again after the lock has become free."""
+        freed, late = [0.0], []
+        done = _after(_CONTROL_S)
+
+        def hold() -> None:
+            while not done():
+                until = _after(3 * TURN_S)
+                while not until():
+                    pass
+                freed[0] = time.perf_counter()
+                time.sleep(TURN_S)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        self._turns(done, lambda now, _: late.append(now - freed[0]))
+        thread.join()
+        return statistics.median(late) if late else 0.0
+
+
+def held_s(waits: list[float], waking_s: float) -> float:
+    """The seconds that the lock was held for, by the waits (seconds) of the turns at whose end it was taken.
+
+    Turns end at random moments, one in `TURN_S` of the time without the lock on average: each that finds it
+    taken stands for as much. The wait itself lasts `waking_s` longer than the lock was taken.
+    """
+    return sum(TURN_S + max(0.0, wait - waking_s) for wait in waits)
 
 
 def measure(loop: Loop, saves: int, folder: Path) -> list[float]:
@@ -107,17 +138,6 @@ def measure(loop: Loop, saves: int, folder: Path) -> list[float]:
         found.append(held_s - total_s * idle_s / idle_total_s)
         quiet.settle(loop, folder)
     return found
-
-
-def _held_s(taken: list[tuple[float, float]]) -> float:
-    """The seconds that the lock was taken for, by the turns at whose end it was.
-
-    Among many waits there are some for a lock that was about to be free. They last as long as it takes to
-    wake up, and by that all are too long.
-    """
-    waits = sorted(wait for _, wait in taken)
-    waking = min(waits[len(waits) // 10], _LONGEST_WAKING_S) if waits else 0.0
-    return sum(usual + max(0.0, wait - waking) for usual, wait in taken)
 
 
 def _split(allowed: set[int]) -> tuple[set[int], set[int]]:

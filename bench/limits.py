@@ -16,7 +16,6 @@ from bench.spec import Spec
 from bench.workload import Workload
 
 _LEAST_WINDOW, _LARGEST_WINDOW = 4, 64
-_ROOM = 1.25
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def measure(spec: Spec, work: Workload, folder: Path) -> Limits:
 
     disk = RawDisk(folder / "raw", work.nbytes)
     first_s = _move(disk, "write", loop)
-    room = math.ceil(_ROOM * first_s / statistics.median(steps))
+    room = math.ceil(first_s / statistics.median(steps))
     window = spec.window or min(_LARGEST_WINDOW, max(_LEAST_WINDOW, room))
     found: dict[str, list[float]] = {"write": [], "read_beside": [], "read": []}
     for _ in range(spec.raw_repeats):

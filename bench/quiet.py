@@ -28,9 +28,9 @@ def settle(loop: Loop, folder: Path) -> float:
 
     thread = threading.Thread(target=work)
     thread.start()
+    loop.run(1)
     while thread.is_alive():
         loop.run(1)
-    loop.run(1)
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]

@@ -113,9 +113,9 @@ def _remarks(key: str, figures: dict[str, Any]) -> list[str]:
     if figures["writeback_s"] > _WRITTEN_BACK_S:
         found.append(f"write-back after each save, in no figure: {seconds(figures['writeback_s'])}")
     if figures["memory_flat"] is False:
-        found.append("its memory grows from save to save")
+        found.append("its memory is not flat")
     if figures.get("memory_failing_bytes") is not None:
-        grows = "" if figures["memory_failing_flat"] else ", growing"
+        grows = "" if figures["memory_failing_flat"] else ", not flat"
         found.append(f"memory while every save fails: {figures['memory_failing_bytes'] / 1e6:.0f} MB{grows}")
     return [f"{figures['title']}: {'; '.join(found)}"] if found else []
 

@@ -24,7 +24,10 @@ _FEWEST_LAYERS = 4
 
 @dataclass(frozen=True)
 class Spec:
-    """Sizes in bytes. `batch` and `window` (steps) are 0 until the limits have been measured."""
+    """Sizes in bytes. `batch` and `window` (steps) are 0 until the limits have been measured.
+
+    windows_only: what the paired windows tell is enough.
+    """
 
     size: int
     tensors: int
@@ -36,6 +39,7 @@ class Spec:
     folder: str
     batch: int = 0
     window: int = 0
+    windows_only: bool = False
 
     @property
     def repeats(self) -> int:
@@ -45,7 +49,7 @@ class Spec:
     @property
     def raw_repeats(self) -> int:
         """How often a raw limit is measured before the engines are, and again after them."""
-        return 1 if self.quick else 4
+        return 1 if self.quick else 3
 
     @property
     def memory_saves(self) -> int:

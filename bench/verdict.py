@@ -123,7 +123,7 @@ class _Judge:
 
     def flat(self, name: str, found: bool | None) -> Target:
         """Memory that does not grow."""
-        measured = {True: "flat", False: "grows", None: _NOT_MEASURED}[found]
+        measured = {True: "flat", False: "not flat", None: _NOT_MEASURED}[found]
         return Target(name, measured, "flat from the third on", found)
 
 

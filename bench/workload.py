@@ -39,7 +39,7 @@ class Workload:
         self.device = torch.device(device)
         self.width = layer_width(size, tensors)
         self.model = Net(self.width, layers_of(tensors)).to(self.device)
-        self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._inputs = torch.randn(1, self.width, device=self.device)
         self.forward_backward(1)
         self.update()

@@ -125,7 +125,7 @@ def test_memory_is_also_reported_while_every_save_fails():
     found = summary(null=outcome(), engine=outcome(), failing=failing)
     assert found["engines"]["engine"]["memory_failing_bytes"] == 1
     assert found["engines"]["engine"]["memory_failing_flat"] is False
-    assert "memory while every save fails: 0 MB, growing" in report.table(found)
+    assert "memory while every save fails: 0 MB, not flat" in report.table(found)
     found = summary(null=outcome(), engine=outcome(), failing=Outcome("failed", "it did not fail"))
     assert found["problems"] == ["engine with every save failing: it did not fail"]
 
