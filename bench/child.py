@@ -67,9 +67,11 @@ def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
     if key != FLOOR:
         for number in range(spec.memory_saves):
             tell(phase="memory", save=number)
-            loop.save(1)
+            loop.save(spec.window)
             loop.wait_durable()
             quiet.tidy(engine, loop.saved_step, folder)
+        tell(phase="memory is read")
+        loop.run(1)  # it has to be there while it is
     if key not in ALWAYS:
         tell(phase="restore")
         figures["restore"] = _restore(loop, engine, spec, folder)
@@ -105,8 +107,10 @@ def measure_failing(spec: Spec, tell: Tell) -> dict[str, Any]:
     loop = _begin(engine, spec)
     for number in range(spec.memory_saves):
         tell(phase="memory", save=number)
-        loop.run(1, save=True)
+        loop.run(spec.window, save=True)
         engine.wait_failed(number + 1)
+    tell(phase="memory is read")
+    loop.run(1)
     engine.close()
     return {}
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import results
+from bench import children, results
+from bench.__main__ import main
 from bench.engines import ALWAYS, KEYS
 from bench.memory import MARK, end_marked, marked, pss
 from bench.options import parse
+from bench.spec import Spec
+from tests.bench.made import limits, outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_HAVE = [name for name in results.FIGURES if name.partition("_")[0] not in ("restore", "memory", "gil")]
@@ -47,6 +50,56 @@ def check_engine(found, title, stdout):
     assert title in stdout
 
 
+def test_a_run_ends_with_a_table_a_verdict_json_and_plots(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measure(job, spec, progress):
+        asked.append((job, spec.batch, spec.windows_only))
+        progress("a phase")
+        return limits() if job == "limits" else outcome([0.0], every={"1": 0.5, "20": 0.01})
+
+    monkeypatch.setattr(children, "measure", measure)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
+    report = tmp_path / "found.json"
+    assert main([f"--storage={tmp_path}", f"--json={report}", "--engines=dcp_save,engine"]) == 0
+    before = [("null", 8, False), ("floor", 8, False), ("dcp_save", 8, False), ("engine", 8, False)]
+    after = [("failing", 8, False), ("null", 8, True), ("limits", 8, False)]
+    assert asked == [("limits", 0, False), *before, *after]
+    found = json.loads(report.read_text())
+    shown = capsys.readouterr().out
+    assert found["valid"]
+    assert list(found["engines"]) == ["null", "floor", "dcp_save", "engine"]
+    assert all(target["measured"] in shown for target in found["verdict"])
+    assert "20 steps" in shown
+    for picture in ("costs", "frequency"):
+        assert (tmp_path / f"found-{picture}.png").stat().st_size > 1000
+
+
+def measured(job, tmp_path):
+    spec = Spec(3_000_000, 30, 1, "cpu", 2, (2,), True, str(tmp_path), batch=8, window=2)
+    phases = []
+    found = children.measure(job, spec, phases.append)
+    assert (found.status, found.reason) == ("ok", "")
+    assert list(tmp_path.iterdir()) == []
+    assert len(found.memory) == spec.memory_saves
+    assert min(found.memory) > 50_000_000  # torch alone takes more
+    return found.figures, phases
+
+
+def test_the_own_engine_has_all_its_figures(tmp_path):
+    figures, phases = measured("engine", tmp_path)
+    assert phases[0] == "prepare"
+    assert figures["restore"]["different"] == []
+    assert len(figures["costs"]["overhead_s"]) == 2
+    assert list(figures["every"]) == ["2"]
+    assert len(figures["gil_s"]) == len(figures["restore"]["cold_s"]) == 1
+
+
+def test_memory_is_watched_while_every_save_fails(tmp_path):
+    assert measured("failing", tmp_path)[0] == {}
+
+
+@pytest.mark.long
 def test_a_quick_run_ends_with_a_table_and_json_in_which_all_engines_have_their_figures(tmp_path):
     done, found = run_quick(tmp_path, "--engines=engine", "--every=1,2", "--tensors=30")
     engines = found["engines"]

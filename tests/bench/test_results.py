@@ -1,6 +1,6 @@
 """What is made of the samples: statistics, what discards a run, and the verdict."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from bench import report, results, spec, verdict
 from bench.children import Outcome
 from bench.intervals import Interval, bootstrap, paired_overheads
 from bench.memory import flat
+from tests.bench.made import outcome
 
 ASKED = spec.Spec(100, 3, 1, "cpu", 24, (), False, "/x")
 
@@ -34,21 +35,6 @@ def test_an_overhead_is_what_a_save_window_took_beyond_the_controls_around_it():
     assert paired_overheads([4.0, 6.0, 8.0], [(7.0, 4), (13.0, 6)], 4) == [2.0, 2.5]
     with pytest.raises(ValueError, match="need 2 controls"):
         paired_overheads([1.0], [(1.0, 1)], 1)
-
-
-def outcome(overheads=(0.0,), different=(), memory=10, restore=1.0, **medians):
-    samples = {"stall_s": 0.5, "join_s": 0.5, "durable_s": 0.5, "steal_s": 0.0, "writeback_s": 0.0} | medians
-    costs = {name: [value] for name, value in samples.items() if name != "gil_s"}
-    costs |= {"overhead_s": list(overheads), "step_s": 0.1, "interval": asdict(bootstrap(overheads))}
-    told = {
-        "title": "t",
-        "note": "",
-        "costs": costs,
-        "gil_s": [medians.get("gil_s", 0.1)],
-        "restore": {"cold_s": [restore], "warm_s": [restore], "different": list(different)},
-        "first": {"stall_s": 0.1, "join_s": 0.2},
-    }
-    return Outcome("ok", "", told, [memory, memory + 5])
 
 
 LIMITS = {"memcpy_s": 0.1, "write_s": 0.25, "read_s": 0.5, "state_bytes": 20, "direct": True}
