@@ -8,11 +8,12 @@ from collections import Counter
 import pytest
 
 import ckpt
-from ckpt import faults, store
+from ckpt import faults
 from ckpt.discover import best, candidates, committed, find
 from ckpt.errors import Corrupt, NewerFormat, NotCommitted, StateError, StorageError
 from ckpt.names import MANIFEST, attempt_name, part_name, shard_name
 from ckpt.pins import pin
+from ckpt.stores.folder import FolderStore
 from tests.ckpt import making
 
 
@@ -196,13 +197,13 @@ def test_the_latest_of_five_thousand_is_found_in_a_second_by_one_listing_and_one
     assert time.monotonic() - start < 1
     calls = Counter()
     for name in ("read", "list", "size"):
-        real = getattr(store._FolderStore, name)
+        real = getattr(FolderStore, name)
 
         def counted(self, *args, _real=real, _name=name, **kwargs):
             calls[_name] += 1
             return _real(self, *args, **kwargs)
 
-        monkeypatch.setattr(store._FolderStore, name, counted)
+        monkeypatch.setattr(FolderStore, name, counted)
     assert ckpt.latest_valid(run.uri, verify="quick").step == 5000
     # run.json and the manifest; the run and its launches; the one shard.
     assert calls == {"read": 2, "list": 2, "size": 1}

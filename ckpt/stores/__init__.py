@@ -1,0 +1,1 @@
+"""The kinds of storage a run can live on, one a file."""
