@@ -6,9 +6,11 @@ the process that started it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -20,8 +22,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-READY_S = 30.0
+READY_S = 20.0
 _STARTS = 3
+_PORTS = (10_000, 30_000)
 _SOCKETS = "/tmp"  # fixed by SeaweedFS, whatever TMPDIR says
 _PR_SET_PDEATHSIG = 1
 _SERVICES = ("master", "volume", "filer", "s3", "admin")
@@ -176,15 +179,15 @@ def _without_aws() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    # All are held until the last is found, so that none is found twice.
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in held]
-    finally:
-        for each in held:
-            each.close()
+    # Below the range from which systems number outgoing connections: one of those could take a port between
+    # here and its use, and SeaweedFS would go to another port without a word.
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 def _status(url: str) -> int | None:
