@@ -119,12 +119,6 @@ def free_bytes(folder: Path) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def remove_if_empty(folder: Path) -> None:
-    """Remove a folder that nothing is in any more; one that is gone or still in use stays as it is."""
-    with suppress(OSError):
-        folder.rmdir()
-
-
 def _reserve(fd: int, size: int) -> None:
     # The plain system call: the C library's posix_fallocate writes into every block where it lacks support.
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate64

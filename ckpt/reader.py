@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
 import random
-import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ from ckpt.digest import CHUNK, chunk_digest
 from ckpt.errors import Corrupt, StorageError
 from ckpt.huge_pages import private_memory
 from ckpt.store import Store
+from ckpt.writer.retry import errno_of
 
 __all__ = ["FileFacts", "Want", "read_verified"]
 
@@ -96,8 +95,8 @@ def read_verified(
     Each chunk (16 MiB) that a want touches is read once and whole, and its digest is compared with the
     manifest's before a byte of it is copied out. A want that covers a whole chunk gets it read straight
     into its own memory: targets are therefore landing memory, and hold rubbish after an error. Memory
-    beyond the targets: one chunk per thread. With `direct` the page cache is passed by where the file
-    system allows it, and what had to be read through it is dropped from it again.
+    beyond the targets: one chunk per thread. With `direct` the page cache is passed by where the storage
+    allows it, and what had to be read through it is dropped from it again.
 
     Raises Corrupt (a file is missing, has another size, or a chunk has another digest: named with file,
     chunk and byte range) or StorageError (the storage failed, after retries).
@@ -233,39 +232,31 @@ class _Bounce:
 
 
 class _Source:
-    """One shard file, open for reading by several threads."""
+    """One shard, open for reading by several threads."""
 
     def __init__(self, store: Store, attempt: str, name: str, facts: FileFacts, direct: bool) -> None:
         self.key = f"{attempt}/{name}"
         self.facts = facts
         self.kind = facts.digest_kind
-        self.direct = direct
-        self._buffered_fd = -1
-        self._direct_fd = -1
-        self._cached = False
         expected = -(-facts.size // CHUNK)
         if len(facts.chunks) != expected:
             raise Corrupt(
                 f"{self.key}: the manifest has {len(facts.chunks)} chunk digests for {facts.size} bytes; "
                 f"{expected} are needed"
             )
-        path = store.path(self.key)
         try:
-            # O_NONBLOCK: a pipe in the file's place must not hang the reader.
-            self._buffered_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            found = os.fstat(self._buffered_fd)
+            self._opened = store.open_source(self.key, direct=direct)
         except FileNotFoundError:
             raise Corrupt(f"{self.key}: the file is missing") from None
-        except OSError as error:
-            raise StorageError(f"{self.key} can't be opened: {error.strerror}") from error
-        if not stat.S_ISREG(found.st_mode) or found.st_size != facts.size:
+        if self._opened.size != facts.size:
             self.close()
-            raise Corrupt(f"{self.key}: the file has {found.st_size} bytes, the manifest says {facts.size}")
-        if direct:
-            try:
-                self._direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            except OSError:
-                self.direct = False
+            raise Corrupt(
+                f"{self.key}: the file has {self._opened.size} bytes, the manifest says {facts.size}"
+            )
+
+    @property
+    def direct(self) -> bool:
+        return self._opened.direct
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         return index * CHUNK, min((index + 1) * CHUNK, self.facts.size)
@@ -275,53 +266,13 @@ class _Source:
         for attempt in range(_RETRIES + 1):
             try:
                 faults.point("read", self.key)
-                self._read_once(offset, into)
+                self._opened.read_into(offset, into)
                 return
-            except OSError as error:
-                if error.errno not in _TRANSIENT or attempt == _RETRIES:
-                    raise StorageError(
-                        f"{self.key}: reading at byte {offset} failed: {error.strerror}"
-                    ) from error
+            except (OSError, StorageError) as error:
+                if errno_of(error) not in _TRANSIENT or attempt == _RETRIES:
+                    cause = error if isinstance(error, OSError) else error.__cause__
+                    raise StorageError(f"{self.key}: reading at byte {offset} failed: {error}") from cause
                 time.sleep(0.05 * 2**attempt * (1 + random.random()))
 
-    def _read_once(self, offset: int, into: memoryview) -> None:
-        done = self._read_direct(offset, into) if self.direct else 0
-        if done == len(into):
-            return
-        start = offset + done
-        self._cached = True
-        while done < len(into):
-            got = os.preadv(self._buffered_fd, [into[done:]], offset + done)
-            if got == 0:
-                raise Corrupt(
-                    f"{self.key}: ends at byte {offset + done}, the manifest says {self.facts.size}"
-                )
-            done += got
-        os.posix_fadvise(self._buffered_fd, start, offset + done - start, os.POSIX_FADV_DONTNEED)
-
-    def _read_direct(self, offset: int, into: memoryview) -> int:
-        """Bytes read past the page cache: whole pages only; a file's tail is left to the buffered read."""
-        whole = len(into) // _PAGE * _PAGE
-        done = 0
-        while done < whole:
-            try:
-                got = os.preadv(self._direct_fd, [into[done:whole]], offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.direct = False
-                return done
-            done += got
-            if got == 0 or got % _PAGE:
-                break
-        return done
-
     def close(self) -> None:
-        if self._cached:
-            # Once more for the whole file: what one thread had read ahead of its chunk, and the large pages
-            # that two chunks share, were in another thread's use when their own chunk was dropped.
-            os.posix_fadvise(self._buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        for fd in (self._buffered_fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._buffered_fd = self._direct_fd = -1
+        self._opened.close()

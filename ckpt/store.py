@@ -48,6 +48,10 @@ class Source(Protocol):
     size: int
     """Bytes."""
 
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache, as far as what they fill starts on a page in memory."""
+
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on. Raises StorageError, and Corrupt if there are fewer."""
 

@@ -47,7 +47,7 @@ class FileSource:
 
     def __init__(self, path: Path, direct: bool) -> None:
         self._path = path
-        self._direct = direct
+        self.direct = direct
         self._buffered_fd = -1
         self._direct_fd = -1
         self._cached = False
@@ -63,12 +63,12 @@ class FileSource:
             try:
                 self._direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             except OSError:
-                self._direct = False
+                self.direct = False
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
         with reporting("read", self._path):
-            done = self._read_direct(start, into) if self._direct else 0
+            done = self._read_direct(start, into) if self.direct else 0
             if done < len(into):
                 self._read_cached(start + done, into[done:])
 
@@ -92,7 +92,7 @@ class FileSource:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = False
+                self.direct = False
                 return done
             done += got
             if got == 0 or got % _PAGE:

@@ -1,7 +1,7 @@
 """Making one staged shard durable: blocks are hashed and written as they are staged, then sealed by a part.
 
-Order matters and is the whole point: shard bytes, fsync of the file, fsync of its folder, a look at its size,
-and only when the trainer has sealed the attempt the part that says all this.
+Order matters and is the whole point: the shard's bytes, made durable, a look at their size, and only when the
+trainer has sealed the attempt the part that says all this.
 """
 
 import errno
@@ -12,10 +12,9 @@ from typing import Any
 
 from ckpt import digest, manifest, names, values
 from ckpt.arena import pages
-from ckpt.direct_io import ShardFile, free_bytes, remove_if_empty
 from ckpt.errors import CheckpointError
 from ckpt.sealed import signing_key
-from ckpt.store import Store
+from ckpt.store import Sink, Store
 from ckpt.writer.bounce import Buffers, copy_hashing
 from ckpt.writer.options import WriterOptions
 from ckpt.writer.priority import lower_this_thread
@@ -66,21 +65,19 @@ class Persister:
         # The part first: without it the shard can't be taken for whole by anybody.
         self.store.delete(part)
         self.store.delete(f"{attempt}/{names.shard_name(self.rank)}")
-        remove_if_empty(self.store.path(attempt))
+        self.store.remove_if_empty(attempt)
 
     def explain(self, save: Save, error: BaseException) -> str:
         """What failed, with the numbers that help where the storage is full."""
         text = f"{save.attempt}, rank {self.rank}: {error}"
         if errno_of(error) in (errno.ENOSPC, errno.EDQUOT):
-            try:
-                free = f"{free_bytes(self.store.path(''))} are free"
-            except OSError as unknown:
-                free = f"how many are free is unknown: {unknown}"
-            text += f"; this rank's shard needs {save.size} bytes, {free} in {self.store.uri}"
+            free = self.store.free()
+            known = "how many are free is unknown" if free is None else f"{free} are free"
+            text += f"; this rank's shard needs {save.size} bytes, {known} in {self.store.uri}"
         return text
 
     def _write_shard(self, save: Save) -> dict[str, Any]:
-        """Write the shard from its first byte into a new file, and return the part's `file` entry.
+        """Write the shard from its first byte anew, and return the part's `file` entry.
 
         A transient error starts it over: the arena still holds every byte, and after a failed write or fsync
         nothing is known about what an old file holds.
@@ -89,12 +86,12 @@ class Persister:
         self.store.make_dir(save.attempt)
         key = f"{save.attempt}/{name}"
         self.store.delete(key)
-        file = ShardFile(self.store.path(key), save.size, self.options.direct, self.say)
+        sink = self.store.open_sink(key, save.size, direct=self.options.direct, say=self.say)
         try:
-            chunks = _Crew(self, save, file).run()
-            file.finish()
+            chunks = _Crew(self, save, sink).run()
+            sink.finish()
         finally:
-            file.close()
+            sink.close()
         return {
             "name": name,
             "size": save.size,
@@ -110,16 +107,16 @@ class Persister:
 
 
 class _Crew:
-    """The threads that hash and write the blocks of one file.
+    """The threads that hash and write the blocks of one shard.
 
     They start at low priority; when the attempt becomes urgent they retire at their next block, and fresh
     threads at normal priority take over (a thread can't be raised again without a privilege).
     """
 
-    def __init__(self, persister: Persister, save: Save, file: ShardFile) -> None:
+    def __init__(self, persister: Persister, save: Save, sink: Sink) -> None:
         self._persister = persister
         self._save = save
-        self._file = file
+        self._sink = sink
         self._count = -(-save.size // CHUNK)
         self._next = 0
         self._digests: list[str] = [""] * self._count
@@ -179,7 +176,7 @@ class _Crew:
         save.wait_staged(end)
         memory = save.arena.padded
         hasher = digest.new_hasher(persister.options.digest)
-        buffers = persister.buffers if self._file.direct else None
+        buffers = persister.buffers if self._sink.direct else None
         bounce = None if buffers is None else buffers.take()
         try:
             for offset in range(start, pages(end), persister.block):
@@ -190,7 +187,7 @@ class _Crew:
                     copy_hashing(block, bounce, hasher, end - offset)
                     block = bounce[: len(block)]
                 save.pause(persister.throttle.reserve(len(block)))
-                self._file.write(block, offset)
+                self._sink.write(block, offset)
         finally:
             if buffers is not None and bounce is not None:
                 buffers.give_back(bounce)
