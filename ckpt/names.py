@@ -1,11 +1,7 @@
-"""Names of everything in a run, and addresses of runs. Text only: nothing here touches storage."""
+"""Names of everything in a run. Text only: nothing here touches storage."""
 
 import re
 import secrets
-from pathlib import Path
-from urllib.parse import unquote
-
-from ckpt.errors import StorageError
 
 RUN_FILE = "run.json"
 LAUNCHES = "launches"
@@ -21,7 +17,6 @@ _OF_LAUNCH = re.compile(r"([0-9]{5,9})\..+")
 _LAUNCH = re.compile(r"([0-9]{5,9})\.json")
 _SHARD = re.compile(r"rank-([0-9]{5,7})\.safetensors")
 _PART = re.compile(r"rank-([0-9]{5,7})\.json")
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,})")
 
 
 def is_safe(name: str) -> bool:
@@ -93,61 +88,3 @@ def split_checkpoint(uri: str) -> tuple[str, str] | None:
     """`(run address, attempt)` if a canonical `uri` names an attempt's folder, else None."""
     head, _, tail = uri.rstrip("/").rpartition("/")
     return (head or "/", tail) if parse_attempt(tail) else None
-
-
-def folder_of(uri: str | Path) -> Path:
-    """The absolute folder that an address means.
-
-    Takes `/p`, `p`, `~/p` and `file:///p` (percent-encoded as usual in URIs); a plain path is taken as it
-    stands, with whatever characters it holds. Raises StorageError for what looks like a mistyped or unknown
-    address.
-    """
-    text = str(uri)
-    if not text.strip():
-        raise StorageError("the address of the run is empty: give a folder such as runs/my-run")
-    if "\0" in text:
-        raise StorageError(f"the address {text!r} holds a NUL character, which no path can")
-    scheme = _SCHEME.match(text) if isinstance(uri, str) else None
-    if scheme:
-        return _from_uri(text, scheme[1].lower(), scheme[2])
-    if isinstance(uri, str) and re.match(r"file:", text, re.IGNORECASE):
-        raise StorageError(f"{text!r}: a file address has three slashes, as in file:///data/runs/my-run")
-    path = Path(text)
-    if text.startswith("~"):
-        try:
-            path = path.expanduser()
-        except RuntimeError as error:
-            raise StorageError(
-                f"{text!r}: there is no such user here; if the folder's name really starts with '~', "
-                f"write ./{text}"
-            ) from error
-    return _absolute(path)
-
-
-def _from_uri(text: str, scheme: str, slashes: str) -> Path:
-    if scheme != "file":
-        raise StorageError(
-            f"{text!r}: storage of the kind '{scheme}:' is not supported; give a folder "
-            f"(/p, p, ~/p or file:///p). If this is a folder whose name holds a colon, write ./{text}"
-        )
-    rest = text[len("file:") :]
-    if rest.lower().startswith("//localhost/"):
-        rest = rest[len("//localhost") :]
-    elif slashes == "///":
-        rest = rest[len("//") :]
-    else:
-        raise StorageError(f"{text!r}: a file address has three slashes, as in file:///data/runs/my-run")
-    decoded = unquote(rest)
-    if "\0" in decoded:
-        raise StorageError(f"the address {text!r} holds a NUL character, which no path can")
-    return _absolute(Path(decoded))
-
-
-def _absolute(path: Path) -> Path:
-    # Not resolve(): a run keeps the address it was given, also where its root is a symbolic link.
-    parts: list[str] = []
-    for part in path.absolute().parts:
-        if part == "..":
-            return path.resolve()
-        parts.append(part)
-    return Path(*parts)

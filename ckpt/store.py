@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ckpt.names import folder_of
+from ckpt.errors import StorageError
+from ckpt.stores import addresses
 
 
 class Entry(NamedTuple):
@@ -118,11 +119,20 @@ class Store(Protocol):
 
 
 def open_store(uri: str | Path) -> Store:
-    """The storage at an address, as `ckpt.stores.addresses` takes them. Raises StorageError for any other.
+    """The storage at an address: a folder (`/p`, `p`, `~/p`, `file:///p`), `s3://bucket/prefix`, or what
+    fsspec knows. Raises StorageError for any other.
 
     A folder's canonical address is its absolute path, so it may hold any character that a path may. Nothing
     is made or looked at yet.
     """
-    from ckpt.stores.folder import FolderStore
+    place = addresses.parse(uri)
+    # Imported when needed: the libraries behind object stores cost more than all the rest.
+    if isinstance(place, addresses.Folder):
+        from ckpt.stores.folder import FolderStore
 
-    return FolderStore(folder_of(uri))
+        return FolderStore(place.path)
+    if isinstance(place, addresses.Bucket):
+        from ckpt.stores.objects import ObjectStore
+
+        return ObjectStore(place)
+    raise StorageError(f"{place.uri}: this kind of storage is not supported")

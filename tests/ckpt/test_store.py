@@ -10,8 +10,8 @@ import pytest
 
 from ckpt import exclusive, faults
 from ckpt.errors import Corrupt, StorageError
-from ckpt.names import folder_of
 from ckpt.store import open_store
+from ckpt.stores.addresses import folder_of
 
 ODD = ["a b", "ünïcødé", "[x]", "epoch=3", "~tilde", "100%", "a,b{c}", "it's", "#?&"]
 
@@ -60,8 +60,7 @@ def test_addresses_that_mean_the_same_folder_are_the_same(tmp_path, monkeypatch)
         ("file:/a/b", "three slashes"),
         ("file://a/b", "three slashes"),
         ("file:a", "three slashes"),
-        ("s3:/bucket/run", "not supported"),
-        ("s3://bucket/run", "not supported"),
+        ("s3:/bucket/run", "s3://bucket/run meant"),
         ("http://host/run", "not supported"),
         ("~nobody-of-this-name/run", "no such user"),
         ("a\0b", "NUL"),
