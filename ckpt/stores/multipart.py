@@ -11,8 +11,7 @@ import errno
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckpt.errors import StorageError
 from ckpt.faults import point
@@ -20,13 +19,18 @@ from ckpt.faults import point
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["MultipartSink", "part_size"]
+__all__ = ["Call", "MultipartSink", "part_size"]
 
 MAX_PARTS = 10_000
 _MIB = 1 << 20
+_T = TypeVar("_T")
 
-Reporting = Callable[[str], AbstractContextManager[None]]
-"""Raises what obstore raises as storage errors; it is given a verb: what could not be done to the object."""
+
+class Call(Protocol):
+    """Does requests about one object: again while that makes sense, with errors as `ckpt.store` names them."""
+
+    def __call__(self, verb: str, work: Callable[[], _T], /) -> _T:
+        """Do `work`, maybe more than once; "can't VERB this object" is what messages begin with."""
 
 
 def part_size(size: int, wanted: int) -> int:
@@ -39,30 +43,31 @@ class MultipartSink:
 
     Blocks may be written in any order by several threads, but the upload goes on with the first that is
     missing. A block's memory is read until its part is there: it must stay as it is until `finish` or
-    `close`. `write` waits while more bytes are on their way than `in_flight` parts and two more. An object of
-    one part at most is put in one piece, when it is finished.
+    `close`. `write` waits while more bytes are on their way than `in_flight` parts of `part` bytes and two
+    more. An object of one part at most is put in one piece, when it is finished.
     """
 
     direct = False
+    reread = True
 
     def __init__(
-        self, store: ObjectStore, path: str, size: int, part: int, in_flight: int, reporting: Reporting
+        self, store: ObjectStore, path: str, size: int, call: Call, *, part: int, in_flight: int
     ) -> None:
         self._store = store
         self._path = path
         self._size = size
+        self._call = call
         self._part = part_size(size, part)
         self._in_flight = in_flight
-        self._reporting = reporting
         # Two more than are in flight: obstore holds a part that is not full yet, and a block that waits.
         self._limit = (in_flight + 2) * self._part
         self._changed = threading.Condition()
         self._blocks: dict[int, memoryview] = {}
         self._next = 0
         self._held = 0
+        self._begun = False
         self._abandoned = False
         self._error: BaseException | None = None
-        self._done = False
         self._upload: threading.Thread | None = None
         if size > self._part:
             self._upload = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -74,7 +79,6 @@ class MultipartSink:
         Raises StorageError if the upload has failed.
         """
         block = block[: self._size - offset]
-        point("upload", self._path)
         with self._changed:
             while self._crowded(len(block), offset) and self._error is None:
                 self._changed.wait()
@@ -86,22 +90,18 @@ class MultipartSink:
 
     def finish(self) -> None:
         """Complete the upload, and look at the object's size. Raises StorageError."""
-        if self._upload is None:
-            with self._reporting("write"):
-                self._put(self._in_order(), multipart=False)
-        else:
+        if self._upload is not None:
             self._upload.join()
             if self._error is not None:
                 raise self._error
-        with self._reporting("look at"):
-            import obstore
-
-            found = obstore.head(self._store, self._path)["size"]
+        else:
+            whole = list(self._in_order())
+            self._call("write", lambda: self._put(iter(whole), multipart=False))
+        found = self._call("look at", self._head)["size"]
         if found != self._size:
             cause = OSError(errno.EIO, f"it has {found} bytes after its upload, {self._size} were sent")
             raise StorageError(f"can't write {self._path}: {cause.strerror}") from cause
-        self._done = True
-        self._blocks.clear()
+        self.close()
 
     def close(self) -> None:
         """Abort the upload unless it is finished, and wait for that; the store keeps no part of it."""
@@ -114,16 +114,24 @@ class MultipartSink:
 
     def _run(self) -> None:
         try:
-            with self._reporting("write"), suppress(_AbandonedError):
-                self._put(self._in_order(), multipart=True)
+            self._call("write", self._put_once)
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
+    def _put_once(self) -> None:
+        if self._begun:
+            # What has been sent can't be asked for again; its writer has all of it, and starts over.
+            cause = OSError(errno.EAGAIN, "its upload broke off and has to start over")
+            raise StorageError(f"can't write {self._path}: {cause.strerror}") from cause
+        self._begun = True
+        self._put(self._in_order(), multipart=True)
+
     def _put(self, blocks: Iterator[memoryview], multipart: bool) -> None:
         import obstore
 
+        point("upload", self._path)
         obstore.put(
             self._store,
             self._path,
@@ -133,6 +141,11 @@ class MultipartSink:
             max_concurrency=self._in_flight,
         )
         point("uploaded", self._path)
+
+    def _head(self) -> Any:
+        import obstore
+
+        return obstore.head(self._store, self._path)
 
     def _crowded(self, nbytes: int, offset: int) -> bool:
         # The block that the upload waits for is always let in: all others may be waiting for it.
@@ -149,6 +162,7 @@ class MultipartSink:
                 block = self._blocks.pop(self._next)
                 self._next += len(block)
                 self._changed.notify_all()
+            point("part", self._path)
             # Its memory is let go of when its part has been sent, or will not be.
             weakref.finalize(block, self._released, len(block)).atexit = False
             yield block
