@@ -95,20 +95,23 @@ def _leaves(node: Any, dotted: str) -> Iterator[tuple[str, Any]]:
 
 def _check_node(node: dict[str, Any], dotted: str, schema: type) -> Iterator[str]:
     kinds = {f.name: str(f.type) for f in dataclasses.fields(schema)}
+    needed = [f.name for f in dataclasses.fields(schema) if f.default is dataclasses.MISSING]
     for key, value in node.items():
         where = f"{dotted}.{key}" if dotted else key
         if key not in kinds:
             yield _unknown(where, key, kinds, f"{dotted or 'the config'} takes")
-        elif kinds[key] in NODES:
+        elif (kind := kinds[key].removesuffix(" | None")) in NODES:
             if isinstance(value, dict):
-                yield from _check_node(value, where, NODES[kinds[key]])
-            else:
+                yield from _check_node(value, where, NODES[kind])
+            elif value is not None or kind == kinds[key]:
                 yield f"{where}={_shown(value)} must be a group of settings"
         elif kinds[key] == "Target":
             yield from _check_target(value, where)
         else:
             yield from _check_value(value, where, kinds[key])
-    for key in kinds.keys() - node.keys():
+    for key in needed:
+        if key in node:
+            continue
         yield f"{f'{dotted}.{key}' if dotted else key} is missing from the config"
 
 

@@ -21,7 +21,6 @@ from flows import plan as planning
 from flows import prefect_home, summary
 from flows.config import compose, load, register_resolvers
 from flows.interrupts import EXIT_CODE, Interrupts
-from flows.names import new_name
 from flows.overrides import ConfigError
 from flows.plan import Plan
 from flows.session import Session
@@ -114,15 +113,10 @@ def _with_saved(texts: list[str], names: Sequence[str]) -> list[str]:
 
 
 def _train(args: list[str], began: float) -> int:
-    from ckpt.names import join
-    from ckpt.run import read_run_file
-    from ckpt.store import open_store
-
     options, _ = ov.take(args, ("run",))
     name = options.get("run")
     if name is None:
-        root = open_store(load("train", args).values["storage"]["root"]).uri
-        name = new_name(lambda candidate: read_run_file(open_store(join(root, candidate))) is not None)
+        name = planning.unused_name(args)
         args = [*args, f"run={name}"]
     plan = planning.plan_train(args, planning.new_owner(), name)
     return _run("train", plan, args, began)

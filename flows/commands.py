@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from flows import storage
 from flows.overrides import split, unquote
 from flows.project import shown
 
@@ -29,5 +30,7 @@ def flow(name: str, run: str, overrides: Sequence[str] = (), *more: str) -> str:
 
 
 def ckpt(verb: str, uri: str) -> str:
-    """`python -m ckpt ls runs/brave-otter`"""
-    return shlex.join(["python", "-m", "ckpt", verb, shown(uri)])
+    """`python -m ckpt ls runs/brave-otter`, with the variables before it that lead to its object store."""
+    command = shlex.join(["python", "-m", "ckpt", verb, shown(uri)])
+    leading = [] if storage.is_folder(uri) else storage.assignments()
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in leading), command])

@@ -33,11 +33,13 @@ def load(name: str, overrides: Sequence[str]) -> Composed:
     ConfigError names what is wrong: a group or key that isn't there with the nearest that is, a value that is
     missing or of the wrong kind, an environment variable that isn't set.
     """
-    from flows import check, secrets
+    from flows import check, secrets, storage
 
     texts = normalise(overrides)
+    storage.refuse_keys(texts)
     tree, choices = compose(name, texts)
     values, hidden = check.resolve(tree)
+    storage.refuse_keys(values=values)
     check.check(values)
     saved = secrets.redact(values, hidden)
     return Composed(values, saved, choices, secrets.redact_overrides(texts))

@@ -17,12 +17,9 @@ from ckpt.errors import CheckpointError
 from ckpt.launches import list_launches
 from flows import commands, prefect_home
 from flows.cli import process_start
-from flows.config import load
 from flows.interrupts import EXIT_CODE, Interrupts
-from flows.names import new_name
 from flows.overrides import ConfigError
-from flows.plan import Plan, new_owner, plan_resume, plan_train
-from flows.project import project_dir
+from flows.plan import Plan, new_owner, plan_resume, plan_train, unused_name
 from flows.session import Session
 from flows.terminal import Terminal
 
@@ -39,13 +36,13 @@ class Demo:
         self._server = prefect_home.OwnServer()
         self._session: Session | None = None
         self._interrupts = Interrupts(self._stop, self._leave)
-        self._name = new_name(lambda name: (project_dir() / "runs" / name).exists())
+        self._name = ""
 
     def tell(self) -> int:
         """From the first step to the champion."""
         prefect_home.isolate()
         prefect_home.configure()
-        load("train", self._extra)
+        self._name = unused_name(self._extra)
         self._interrupts.install()
         killed_at = self._train_and_kill()
         if killed_at is None or self._interrupts.seen():

@@ -10,7 +10,12 @@ from typing import NamedTuple
 
 # Hydra would make 2026_12_01 an int, 1e3 a float, and fail on unquoted unicode, spaces or `~/x`. These keys
 # hold names and paths: whatever stands after their first `=` is text.
-RAW_TEXT = frozenset({"run", "which", "storage.root", "tracking.uri", "tracking.experiment"})
+RAW_TEXT = frozenset(
+    {
+        "run", "which", "storage.root", "storage.s3.endpoint", "storage.s3.region", "storage.s3.ca_bundle",
+        "tracking.uri", "tracking.experiment",
+    }
+)  # fmt: skip
 
 # Nodes that hold whatever is put into them, so that `extra.note=x` needs no `+`.
 FREE = ("extra", "launcher.env", "tracking.tags")

@@ -14,11 +14,12 @@ from ckpt.errors import NotCommitted, RunBusy
 from ckpt.launches import Launch, list_launches
 from ckpt.liveness import is_live
 from ckpt.names import LOGS, join
-from ckpt.run import Run, open_run
+from ckpt.run import Run, open_run, read_run_file
 from ckpt.store import open_store
 from ckpt.values import decode
 from flows import commands
 from flows.config import Composed, group_label, load
+from flows.names import new_name
 from flows.overrides import (
     ConfigError,
     check_run_name,
@@ -30,13 +31,14 @@ from flows.overrides import (
     take,
 )
 from flows.progress import count
-from flows.project import shown
+from flows.project import project_dir, shown
+from flows.storage import is_folder, root_of
 from flows.tracking import flat, spool_dir
 
 # What changes in these changes what is learned: a resumed run refuses it unless forced.
 _UNSAFE = ("model", "data", "seed")
 # What differs in these says where a run is, or is written by it: never a difference worth telling.
-_SILENT = ("run", "project", "storage.root", "tracking.uri")
+_SILENT = ("run", "project", "tracking.uri")
 
 RESUME_OPTIONS = ("run", "which", "force", "takeover")
 EVALUATE_OPTIONS = ("run", "which")
@@ -71,8 +73,10 @@ class Plan:
 
     @property
     def log_dir(self) -> Path | None:
-        """Where logs of ranks go."""
-        return self.run.store.path(LOGS)
+        """Where logs of ranks go: into the run, or on this machine if the run is in an object store."""
+        if is_folder(self.run.uri):
+            return self.run.store.path(LOGS)
+        return project_dir() / "runs" / ".logs" / f"{self.name}-{self.run.id[:8]}"
 
     @property
     def spool(self) -> Path:
@@ -99,7 +103,8 @@ class Plan:
             "EveryMinutes": lambda: f"saves every {save['minutes']:g} minutes",
         }.get(policy, lambda: f"saves by {policy}")()
         size = f"{count(params)} params, " if params else ""
-        return f"run {self.name}  {shown(self.run.uri)}  {size}{saves}"
+        line = f"run {self.name}  {shown(self.run.uri)}  {size}{saves}"
+        return line if is_folder(self.run.uri) else f"{line}\n  logs of its ranks: {self.shown_logs()}"
 
 
 def registered_name(composed: Composed) -> str:
@@ -121,7 +126,7 @@ def plan_train(overrides: Sequence[str], owner: str, default_name: str) -> Plan:
     options, _ = take(texts, ("run",))
     name = check_run_name(options.get("run", default_name))
     composed = load("train", texts)
-    uri = join(open_store(composed.values["storage"]["root"]).uri, name)
+    uri = join(root_of(composed.values["storage"]), name)
     run = _existing(uri)
     if run is None:
         made = open_run(uri, create=True, info={"project": composed.values["project"], "flow": owner})
@@ -259,7 +264,13 @@ def find_run(options: dict[str, str], overrides: Sequence[str]) -> Run:
     where = load(
         "train", [t for t in overrides if split(t).key in keys or split(t).key.startswith("storage.")]
     )
-    return open_run(join(open_store(where.values["storage"]["root"]).uri, name), create=False)
+    return open_run(join(root_of(where.values["storage"]), name), create=False)
+
+
+def unused_name(overrides: Sequence[str]) -> str:
+    """A name that no run has under the storage that the overrides name."""
+    root = root_of(load("train", overrides).values["storage"])
+    return new_name(lambda name: read_run_file(open_store(join(root, name))) is not None)
 
 
 def saved_overrides(launches: Sequence[Launch]) -> list[str]:
@@ -302,7 +313,7 @@ def compare(old: dict[str, Any] | None, new: dict[str, Any]) -> list[Difference]
     return [
         Difference(k, before.get(k), after.get(k))
         for k in keys
-        if before.get(k) != after.get(k) and k not in _SILENT
+        if before.get(k) != after.get(k) and k not in _SILENT and not k.startswith("storage.")
     ]
 
 

@@ -31,8 +31,11 @@ def project_name() -> str:
 
 
 def shown(path: str | Path) -> str:
-    """A path as a person would type it: relative to where they are, if it is below that."""
+    """A path as a person would type it: relative to where they are, if it is below that. Any other address
+    stays as it is."""
     full = Path(path)
+    if not full.is_absolute():
+        return str(path)
     try:
         return str(full.relative_to(Path.cwd()))
     except (ValueError, OSError):

@@ -40,10 +40,26 @@ class Launcher:
 
 
 @dataclass
+class S3:
+    """How to talk to an S3 store; null leaves it to the environment."""
+
+    endpoint: str | None
+    region: str | None
+    addressing: Literal["path", "virtual"] | None
+    ca_bundle: str | None
+    checksums: Literal["when_required", "when_supported"] | None
+    part_mib: int | None
+    parts_in_flight: int | None
+    deadline_s: float | None
+
+
+@dataclass
 class Storage:
-    """Where runs are."""
+    """Where runs are. `requires` names the kind of file system that the root has to be on."""
 
     root: str
+    s3: S3 | None = None
+    requires: Literal["nfs"] | None = None
 
 
 @dataclass
@@ -100,7 +116,7 @@ class Root:
     tracking: Tracking
 
 
-NODES = {c.__name__: c for c in (Trainer, Launcher, Storage, Verify, Checkpoint, Tracking, Root)}
+NODES = {c.__name__: c for c in (Trainer, Launcher, S3, Storage, Verify, Checkpoint, Tracking, Root)}
 
 # Lowest and highest value of a number; None is no limit.
 RANGES: dict[str, tuple[float | None, float | None]] = {
@@ -118,6 +134,9 @@ RANGES: dict[str, tuple[float | None, float | None]] = {
     "launcher.nproc": (1, None),
     "launcher.max_restarts": (0, None),
     "launcher.retries": (0, None),
+    "storage.s3.part_mib": (5, 5120),
+    "storage.s3.parts_in_flight": (1, 256),
+    "storage.s3.deadline_s": (0.1, 86400),
     "checkpoint.max_failed_saves": (1, None),
     "checkpoint.slots": (1, None),
     "checkpoint.threads": (1, None),

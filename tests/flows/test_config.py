@@ -163,6 +163,8 @@ def test_every_group_choice_composes_and_is_checked():
             continue
         more = ["data=digits"] if page.stem == "mlp" else []
         more += ["model=mlp"] if page.stem == "digits" else []
+        more += ["storage.root=/x"] if group == "storage" else []
+        more += ["storage.s3.endpoint=https://x"] if page.stem == "flashblade_s3" else []
         sign = "+" if group == "local" else ""
         load("train", [f"{sign}{group}={page.stem}", *more])
 
@@ -173,6 +175,9 @@ def test_every_default_has_its_reason_above_it():
         "resume.yaml",
         "evaluate.yaml",
         "launcher/local.yaml",
+        "storage/s3.yaml",
+        "storage/flashblade_s3.yaml",
+        "storage/flashblade_nfs.yaml",
         "checkpoint/default.yaml",
     ):
         lines = (CONF / page).read_text().partition("\nhydra:")[0].splitlines()
