@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class Call(Protocol):
-    """Does requests about one object: again while that makes sense, with errors as `ckpt.store` names them."""
+    """Does requests about one object: again while that makes sense, and with the errors of `ckpt.store`."""
 
     def __call__(self, verb: str, work: Callable[[], _T], /) -> _T:
         """Do `work`, maybe more than once; "can't VERB this object" is what messages begin with."""

@@ -6,6 +6,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,9 @@ from ckpt.faults import point
 from ckpt.store import Entry, Sink, Source
 from ckpt.stores.addresses import Bucket
 from ckpt.stores.client import Client, client_of
+from ckpt.stores.multipart import MultipartSink
 from ckpt.stores.options import S3Options
+from ckpt.stores.ranges import RangeSource
 
 _T = TypeVar("_T")
 _SETTLE_S = 0.3
@@ -147,6 +150,7 @@ class ObjectStore:
             return [item["path"] for page in obstore.list(self._client.once, place) for item in page]
 
         keys = self.call("list", prefix, below)
+        keys += _folders_of(keys, place)
         failed: list[StorageError] = []
         for start in range(0, len(keys), _BULK):
             self._delete_some(prefix, keys[start : start + _BULK], failed)
@@ -157,16 +161,31 @@ class ObjectStore:
         self._point("mkdir", key)
 
     def remove_if_empty(self, key: str) -> None:
-        """An empty folder is none."""
+        with suppress(StorageError, FileNotFoundError):
+            self.delete(key)
 
     def free(self) -> int | None:
         return None
 
-    def open_sink(self, key: str, size: int, *, direct: bool, say: Callable[[str], None]) -> Sink:
-        raise NotImplementedError
+    def open_sink(self, key: str, size: int, *, direct: bool, say: Callable[[str], None]) -> Sink:  # noqa: ARG002
+        options = self.options
+        return MultipartSink(
+            self.raw,
+            self._key(key),
+            size,
+            lambda verb, work: self.call(verb, key, work),
+            part=options.part_bytes,
+            in_flight=options.parts_in_flight,
+        )
 
-    def open_source(self, key: str, *, direct: bool) -> Source:
-        raise NotImplementedError
+    def open_source(self, key: str, *, direct: bool) -> Source:  # noqa: ARG002
+        self._point("read", key)
+        return RangeSource(
+            self._client.once,
+            self._key(key),
+            lambda verb, work: self.call(verb, key, work),
+            parallel=self.options.parts_in_flight,
+        )
 
     def _key(self, key: str) -> str:
         """The full path of a key inside the bucket. Raises StorageError for no name inside the run."""
@@ -231,6 +250,19 @@ class ObjectStore:
                     continue
                 except StorageError as error:
                     failed.append(error)
+
+
+def _folders_of(keys: list[str], place: str) -> list[str]:
+    """The folders that keys lie in, up to `place`, deepest first.
+
+    Stores that keep objects in a file system list a folder on when all in it is gone, until it is deleted by
+    its own name; elsewhere no such object exists, and deleting it changes nothing.
+    """
+    found = {place}
+    for key in keys:
+        parts = key.split("/")
+        found |= {"/".join(parts[:n]) for n in range(place.count("/") + 2, len(parts))}
+    return sorted(found, key=lambda name: (-name.count("/"), name))
 
 
 def _last(name: str) -> str:
