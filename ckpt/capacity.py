@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ def check_disk(store: Store, one: int, kept: int | None) -> Verdict:
     """Whether checkpoints of `one` byte size each fit beside what is there; `kept` of them stay (None:
     all).
     """
-    free = free_disk(store)
+    free = store.free()
     if free is None or one <= 0:
         return Verdict(None, None)
     text = f"a checkpoint takes {_size(one)}, and {_size(free)} is free at {store.uri}"
@@ -78,18 +77,6 @@ def kept_by(keep: object) -> int | None:
     """How many checkpoints a keep policy keeps, None if that has no limit or can't be told."""
     n = getattr(keep, "n", None)
     return n if isinstance(n, int) and n > 0 else None
-
-
-def free_disk(store: Store) -> int | None:
-    """Bytes free at a folder store, None where that can't be known."""
-    try:
-        path = store.path("")
-    except Exception:
-        return None
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
 
 
 def available_memory() -> int | None:

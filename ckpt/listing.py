@@ -11,7 +11,7 @@ from ckpt.checkpoint import Checkpoint, Fact
 from ckpt.discover import attempts_of, committed
 from ckpt.errors import CheckpointError
 from ckpt.launches import launch_numbers, read_launch
-from ckpt.names import RUN_FILE
+from ckpt.names import RUN_FILE, join
 from ckpt.pins import pins
 from ckpt.run import Run, read_run_file
 from ckpt.store import Store, open_store
@@ -28,7 +28,7 @@ def runs_in(store: Store) -> list[dict[str, Any]]:
     for entry in sorted(store.list()):
         if not entry.is_dir or store.size(f"{entry.name}/{RUN_FILE}") is None:
             continue
-        inner = open_store(store.path(entry.name))
+        inner = open_store(join(store.uri, entry.name))
         try:
             info = read_run_file(inner) or {}
             state = _run_state(inner)

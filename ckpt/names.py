@@ -87,4 +87,5 @@ def join(uri: str, name: str) -> str:
 def split_checkpoint(uri: str) -> tuple[str, str] | None:
     """`(run address, attempt)` if a canonical `uri` names an attempt's folder, else None."""
     head, _, tail = uri.rstrip("/").rpartition("/")
-    return (head or "/", tail) if parse_attempt(tail) else None
+    # A whole bucket may bear such a name, too.
+    return (head or "/", tail) if parse_attempt(tail) and not head.endswith(":/") else None

@@ -7,17 +7,18 @@ import difflib
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt.errors import CheckpointError, Corrupt, NewerFormat, NotCommitted, StorageError
 from ckpt.names import LAUNCHES, RUN_FILE, parse_attempt, split_checkpoint
 from ckpt.sealed import canonical, parse_object, signing_key
 from ckpt.store import Store, open_store
+from ckpt.stores.addresses import name_of, parent_of
 from ckpt.values import encode
 
 FORMAT = 1
 MAX_RUN_FILE = 1 << 20
+_NAMED = 20
 _OWN_KEYS = ("format", "id", "created", "name")
 
 
@@ -57,7 +58,7 @@ def open_run(
         if not create:
             raise NotCommitted(_no_run(store))
         found = _make(store, info or {})
-    return Run(store.uri, store, _name(store), found["id"], found, takeover, key)
+    return Run(store.uri, store, name_of(store.uri), found["id"], found, takeover, key)
 
 
 def read_run_file(store: Store) -> dict[str, Any] | None:
@@ -92,7 +93,7 @@ def _make(store: Store, info: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "id": uuid.uuid4().hex,
         "created": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "name": _name(store),
+        "name": name_of(store.uri),
     }
     data = canonical(made)
     if len(data) > MAX_RUN_FILE:
@@ -112,19 +113,22 @@ def _make(store: Store, info: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _name(store: Store) -> str:
-    return PurePosixPath(store.uri).name
-
-
 def _no_run(store: Store) -> str:
-    name = _name(store)
-    parent = open_store(str(PurePosixPath(store.uri).parent))
+    name = name_of(store.uri)
+    parent = parent_of(store.uri)
     try:
-        others = [
-            entry.name for entry in parent.list() if entry.is_dir and parent.size(f"{entry.name}/{RUN_FILE}")
-        ]
+        others = _runs_like(name, open_store(parent)) if parent else []
     except CheckpointError:
         others = []
-    near = difflib.get_close_matches(name, others, n=3) or sorted(others)[:5]
-    hint = f"; there are {', '.join(near)}" if near else ""
+    hint = f"; there are {', '.join(others)}" if others else ""
     return f"there is no run at {store.uri} (it has no {RUN_FILE}){hint}"
+
+
+def _runs_like(name: str, folder: Store) -> list[str]:
+    """Runs in a folder with a name like this one, or some if none has."""
+    there = [entry.name for entry in folder.list() if entry.is_dir]
+
+    def runs(names: list[str]) -> list[str]:
+        return [item for item in names if folder.size(f"{item}/{RUN_FILE}")]
+
+    return runs(difflib.get_close_matches(name, there, n=3)) or runs(sorted(there)[:_NAMED])[:5]

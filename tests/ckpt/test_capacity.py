@@ -5,6 +5,7 @@ from torch import nn
 from ckpt import capacity
 from ckpt.errors import StorageError
 from ckpt.store import open_store
+from ckpt.stores.folder import FolderStore
 
 GIB = 1 << 30
 
@@ -20,8 +21,8 @@ def test_memory_that_cannot_hold_the_staging_is_refused_with_numbers():
 
 def test_a_disk_too_small_for_one_is_refused_and_for_all_that_are_kept_warned_of(tmp_path, monkeypatch):
     store = open_store(str(tmp_path / "not" / "yet"))
-    assert capacity.free_disk(store) > 0
-    monkeypatch.setattr(capacity, "free_disk", lambda _: 25 * GIB)
+    assert store.free() > 0
+    monkeypatch.setattr(FolderStore, "free", lambda _: 25 * GIB)
     assert "30.00 GiB" in capacity.check_disk(store, 30 * GIB, 1).refusal
     assert "keeping 10" in capacity.check_disk(store, 10 * GIB, 10).warning
     assert capacity.check_disk(store, GIB, 10) == (None, None)

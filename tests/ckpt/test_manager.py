@@ -478,9 +478,9 @@ def test_what_may_change_bits_is_named_when_a_run_is_resumed_under_other_conditi
 
 
 def test_a_small_disk_is_warned_of_before_the_first_step(tmp_path, monkeypatch):
-    from ckpt import capacity
+    from ckpt.stores.folder import FolderStore
 
-    monkeypatch.setattr(capacity, "free_disk", lambda _: 30_000)
+    monkeypatch.setattr(FolderStore, "free", lambda _: 30_000)
     toy = Toy()
     m = manager(tmp_path, toy.state, keep=KeepLast(10))
     assert any("free at" in line and "keeping 10" in line for line in m.said)
