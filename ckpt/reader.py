@@ -7,10 +7,10 @@ import mmap
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -21,10 +21,12 @@ from ckpt.huge_pages import private_memory
 from ckpt.store import Store
 from ckpt.writer.retry import errno_of
 
-__all__ = ["FileFacts", "Want", "read_verified"]
+__all__ = ["FileFacts", "Want", "read_chunks", "read_verified"]
 
+_T = TypeVar("_T")
 _PAGE = mmap.PAGESIZE
 _RETRIES = 3
+_PATIENCE_S = 5.0
 _TRANSIENT = frozenset(
     {errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO}
 )
@@ -92,10 +94,12 @@ def read_verified(
 ) -> int:
     """Fill every want with checked bytes; returns how many bytes were read from storage.
 
-    Each chunk (16 MiB) that a want touches is read once and whole, and its digest is compared with the
-    manifest's before a byte of it is copied out. A want that covers a whole chunk gets it read straight
+    Each chunk (16 MiB) that a want touches is read whole, and its digest is compared with the manifest's
+    before a byte of it is copied out; one with another digest is read once more, as it may only have been
+    damaged on its way. A want that covers a whole chunk gets it read straight
     into its own memory: targets are therefore landing memory, and hold rubbish after an error. Memory
-    beyond the targets: one chunk per thread. With `direct` the page cache is passed by where the storage
+    beyond the targets: one chunk per thread, of which there are more than `threads` where the storage needs
+    that to be kept busy. With `direct` the page cache is passed by where the storage
     allows it, and what had to be read through it is dropped from it again.
 
     Raises Corrupt (a file is missing, has another size, or a chunk has another digest: named with file,
@@ -112,8 +116,38 @@ def read_verified(
             source = _Source(store, attempt, name, files[name], direct)
             stack.callback(source.close)
             jobs.extend(_jobs(source, its_wants))
-        _run(jobs, max(1, min(threads, len(jobs))))
+        _run(jobs, _do, max([threads, *(job.source.parallel for job in jobs)]))
         return sum(end - start for start, end in (job.source.chunk_range(job.index) for job in jobs))
+
+
+def read_chunks(
+    store: Store,
+    attempt: str,
+    name: str,
+    facts: FileFacts,
+    take: Callable[[memoryview, int], None],
+    *,
+    threads: int = 4,
+    fresh: bool = False,
+) -> None:
+    """Read a whole file and give each chunk that has its digest to `take(block, start)`, in any order.
+
+    A block starts on a page and is whole pages long: behind the file's end it is padded. Its memory is used
+    again once `take` returns, unless each is to have `fresh` memory. `take` is called in several threads.
+    Raises as `read_verified`, and what `take` raises.
+    """
+    source = _Source(store, attempt, name, facts, direct=True)
+
+    def do(index: int, bounce: _Bounce) -> None:
+        start, end = source.chunk_range(index)
+        whole = (_Bounce() if fresh else bounce).view(-(-(end - start) // _PAGE) * _PAGE)
+        source.read_checked(index, whole[: end - start])
+        take(whole, start)
+
+    try:
+        _run(range(len(facts.chunks)), do, max(threads, source.parallel))
+    finally:
+        source.close()
 
 
 def _check_want(want: Want, files: Mapping[str, FileFacts], attempt: str) -> None:
@@ -137,8 +171,8 @@ def _jobs(source: _Source, wants: Sequence[Want]) -> Iterator[_Job]:
         yield _Job(source, index, tuple(touched[index]))
 
 
-def _run(jobs: Sequence[_Job], threads: int) -> None:
-    """Do the jobs on `threads` threads; the first failure stops all of them and is raised."""
+def _run(jobs: Sequence[_T], do: Callable[[_T, _Bounce], None], threads: int) -> None:
+    """Do the jobs on up to `threads` threads; the first failure stops all of them and is raised."""
     todo = iter(jobs)
     lock = threading.Lock()
     failures: list[BaseException] = []
@@ -148,14 +182,18 @@ def _run(jobs: Sequence[_Job], threads: int) -> None:
             bounce = _Bounce()
             while True:
                 with lock:
-                    job = None if failures else next(todo, None)
-                if job is None:
-                    return
-                _do(job, bounce)
+                    if failures:
+                        return
+                    try:
+                        job = next(todo)
+                    except StopIteration:
+                        return
+                do(job, bounce)
         except BaseException as error:
             failures.append(error)
 
-    workers = [threading.Thread(target=work, name=f"ckpt-read-{n}", daemon=True) for n in range(threads)]
+    number = max(1, min(threads, len(jobs)))
+    workers = [threading.Thread(target=work, name=f"ckpt-read-{n}", daemon=True) for n in range(number)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -169,13 +207,7 @@ def _do(job: _Job, bounce: _Bounce) -> None:
     start, end = source.chunk_range(job.index)
     straight = _straight_target(job, start, end)
     data = straight if straight is not None else bounce.view(end - start)
-    source.read(start, data)
-    found = chunk_digest(source.kind, data)
-    if found != source.facts.chunks[job.index]:
-        raise Corrupt(
-            f"{source.key}: chunk {job.index} (bytes {start}..{end}) is damaged: "
-            f"its {source.kind} is {found}, the manifest says {source.facts.chunks[job.index]}"
-        )
+    source.read_checked(job.index, data)
     whole = np.frombuffer(data, np.uint8)
     for want in job.wants:
         if straight is not None and want is job.wants[0]:
@@ -261,15 +293,35 @@ class _Source:
     def chunk_range(self, index: int) -> tuple[int, int]:
         return index * CHUNK, min((index + 1) * CHUNK, self.facts.size)
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from `offset`, trying again where the storage may recover."""
+    @property
+    def parallel(self) -> int:
+        return self._opened.parallel
+
+    def read_checked(self, index: int, into: memoryview) -> None:
+        """Fill `into` with a chunk that has its digest. Raises Corrupt if it has another one twice."""
+        start, end = self.chunk_range(index)
+        for last in (False, True):
+            self._read(start, into)
+            found = chunk_digest(self.kind, into)
+            if found == self.facts.chunks[index]:
+                return
+            if last:
+                raise Corrupt(
+                    f"{self.key}: chunk {index} (bytes {start}..{end}) is damaged: "
+                    f"its {self.kind} is {found}, the manifest says {self.facts.chunks[index]}"
+                )
+
+    def _read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from `offset`, trying again where the storage may recover and has not tried long."""
+        begun = time.monotonic()
         for attempt in range(_RETRIES + 1):
             try:
                 faults.point("read", self.key)
                 self._opened.read_into(offset, into)
                 return
             except (OSError, StorageError) as error:
-                if errno_of(error) not in _TRANSIENT or attempt == _RETRIES:
+                late = attempt == _RETRIES or time.monotonic() - begun > _PATIENCE_S
+                if errno_of(error) not in _TRANSIENT or late:
                     cause = error if isinstance(error, OSError) else error.__cause__
                     raise StorageError(f"{self.key}: reading at byte {offset} failed: {error}") from cause
                 time.sleep(0.05 * 2**attempt * (1 + random.random()))

@@ -29,9 +29,14 @@ class Sink(Protocol):
     def direct(self) -> bool:
         """Whether blocks have to be whole pages in page-aligned memory, and go past the page cache."""
 
+    @property
+    def reread(self) -> bool:
+        """Whether only reading it back tells what the storage has made of the bytes."""
+
     def write(self, block: memoryview, offset: int) -> None:
         """Write `block` at byte `offset`; it starts on a page, and only the last block may reach past the
-        object's size, by what pads its page.
+        object's size, by what pads its page. Its memory may be used again at once if `direct`, else only
+        after `finish` or `close`.
         """
 
     def finish(self) -> None:
@@ -52,6 +57,10 @@ class Source(Protocol):
     @property
     def direct(self) -> bool:
         """Whether reads go past the page cache, as far as what they fill starts on a page in memory."""
+
+    @property
+    def parallel(self) -> int:
+        """How many reads at once it takes to keep the storage busy; 1 where that is the reader's choice."""
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on. Raises StorageError, and Corrupt if there are fewer."""

@@ -17,6 +17,8 @@ _PAGE = mmap.PAGESIZE
 class FileSink:
     """A new file, written past the page cache where the file system takes that. See `ckpt.store.Sink`."""
 
+    reread = False
+
     def __init__(self, path: Path, size: int, direct: bool, say: Callable[[str], None]) -> None:
         self._path = path
         with reporting("write", path):
@@ -44,6 +46,8 @@ class FileSink:
 
 class FileSource:
     """A file, read past the page cache where the file system takes that. See `ckpt.store.Source`."""
+
+    parallel = 1
 
     def __init__(self, path: Path, direct: bool) -> None:
         self._path = path

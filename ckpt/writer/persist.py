@@ -1,7 +1,7 @@
 """Making one staged shard durable: blocks are hashed and written as they are staged, then sealed by a part.
 
-Order matters and is the whole point: the shard's bytes, made durable, a look at their size, and only when the
-trainer has sealed the attempt the part that says all this.
+Order matters and is the whole point: the shard's bytes, made durable, a look at their size, in an object store
+at the bytes themselves, and only when the trainer has sealed the attempt the part that says all this.
 """
 
 import errno
@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt import digest, manifest, names, values
 from ckpt.arena import pages
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, Corrupt, StorageError
 from ckpt.sealed import signing_key
 from ckpt.store import Sink, Store
 from ckpt.writer.bounce import Buffers, copy_hashing
@@ -92,13 +92,27 @@ class Persister:
             sink.finish()
         finally:
             sink.close()
-        return {
-            "name": name,
-            "size": save.size,
-            "digest_kind": self.options.digest,
-            "digest": digest.file_digest(self.options.digest, chunks),
-            "chunks": chunks,
-        }
+        kind = self.options.digest
+        entry = manifest.FileEntry(name, save.size, kind, digest.file_digest(kind, chunks), tuple(chunks))
+        if sink.reread and self.options.confirm == "digest":
+            self._confirm(save, entry)
+        return {**entry._asdict(), "chunks": chunks}
+
+    def _confirm(self, save: Save, entry: manifest.FileEntry) -> None:
+        """Read a shard back. Raises StorageError, as transient, if it is not what was written."""
+        # Imported where it is needed: a run in a folder never does this.
+        from ckpt.reader import read_chunks
+
+        def take(block: memoryview, _: int) -> None:
+            if not save.urgent:
+                lower_this_thread()
+            save.pause(self.throttle.reserve(len(block)))
+
+        try:
+            read_chunks(self.store, save.attempt, entry.name, entry, take, threads=self.options.threads)
+        except Corrupt as error:
+            cause = OSError(errno.EAGAIN, "the storage holds something else than was written")
+            raise StorageError(f"{cause.strerror}: {error}") from cause
 
     def _create_part(self, save: Save, data: bytes) -> None:
         key = f"{save.attempt}/{names.part_name(self.rank)}"
