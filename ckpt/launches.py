@@ -103,6 +103,10 @@ def begin_launch(
     size = len(canonical(info))
     if size > MAX_RECORD - 100:
         raise StateError(f"the config and overrides make {size} bytes of JSON, where {MAX_RECORD} are taken")
+    if run.uri.startswith("memory://"):
+        raise StorageError(
+            f"{run.uri} is seen by only this process, and checkpoints are written by another one"
+        )
     number = _take_number(run, info, watch_s, say)
     with liveness.beating(run.store, number):
         _wait_for_orphans(run.store, number, watch_s, drain_deadline_s, say)

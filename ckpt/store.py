@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ckpt.errors import StorageError
 from ckpt.stores import addresses
 
 
@@ -144,4 +143,6 @@ def open_store(uri: str | Path) -> Store:
         from ckpt.stores.objects import ObjectStore
 
         return ObjectStore(place)
-    raise StorageError(f"{place.uri}: this kind of storage is not supported")
+    from ckpt.stores.generic import FsspecStore
+
+    return FsspecStore(place)

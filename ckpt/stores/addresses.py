@@ -74,6 +74,10 @@ def parse(uri: str | Path) -> Folder | Bucket | Remote:
     scheme = _SCHEME.match(text) if isinstance(uri, str) else None
     if scheme and scheme[1].lower() != "file":
         return _remote(text, scheme[1], scheme[2])
+    if isinstance(uri, str) and "://" in text and not scheme and text[0] not in "/.~":
+        raise StorageError(
+            f"{text!r} is no address: give {_CHOICES}. If this is a folder whose name holds '://', write ./{text}"
+        )
     return Folder(folder_of(uri))
 
 
@@ -179,10 +183,10 @@ def _remote(text: str, scheme: str, slashes: str) -> Remote:
     wanted = _SAME_AS.get(protocol, protocol)
     if wanted not in known or protocol in _NO_PLACE or "::" in text.partition("://")[0]:
         near = difflib.get_close_matches(protocol, known, n=1)
-        hint = f"; was {near[0]}://{rest} meant?" if near else ""
+        hint = f" (was {near[0]}://{rest} meant?)" if near else ""
         raise StorageError(
-            f"{text!r}: storage of the kind '{scheme}:' is not supported; give {_CHOICES}{hint} If this is a "
-            f"folder whose name holds a colon, write ./{text}"
+            f"{text!r}: storage of the kind '{scheme}:' is not supported{hint}; give {_CHOICES}. If this is "
+            f"a folder whose name holds a colon, write ./{text}"
         )
     if wanted != scheme or slashes not in ("//", "///") or (slashes == "///" and protocol != "memory"):
         raise StorageError(f"{text!r} is mistyped: was {wanted}://{rest} meant?")
