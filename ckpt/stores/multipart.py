@@ -11,6 +11,7 @@ import errno
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckpt.errors import StorageError
@@ -97,10 +98,12 @@ class MultipartSink:
         else:
             whole = list(self._in_order())
             self._call("write", lambda: self._put(iter(whole), multipart=False))
-        found = self._call("look at", self._head)["size"]
+        found: int | None = None
+        with suppress(FileNotFoundError):
+            found = self._call("look at", self._head)["size"]
         if found != self._size:
-            cause = OSError(errno.EIO, f"it has {found} bytes after its upload, {self._size} were sent")
-            raise StorageError(f"can't write {self._path}: {cause.strerror}") from cause
+            there = "is not there" if found is None else f"has {found} bytes"
+            raise self._start_over(f"it {there} after its upload, {self._size} bytes were sent")
         self.close()
 
     def close(self) -> None:
@@ -115,18 +118,30 @@ class MultipartSink:
     def _run(self) -> None:
         try:
             self._call("write", self._put_once)
+        except FileNotFoundError:
+            # The store doesn't know the upload: somebody removed it, or it was completed by a try whose
+            # answer was lost. In that case, only, is the object there.
+            if self._next < self._size:
+                self._fail(self._start_over("its upload is gone"))
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     def _put_once(self) -> None:
         if self._begun:
             # What has been sent can't be asked for again; its writer has all of it, and starts over.
-            cause = OSError(errno.EAGAIN, "its upload broke off and has to start over")
-            raise StorageError(f"can't write {self._path}: {cause.strerror}") from cause
+            raise self._start_over("its upload broke off")
         self._begun = True
         self._put(self._in_order(), multipart=True)
+
+    def _start_over(self, reason: str) -> StorageError:
+        error = StorageError(f"can't write {self._path}: {reason}")
+        error.__cause__ = OSError(errno.EAGAIN, reason)
+        return error
 
     def _put(self, blocks: Iterator[memoryview], multipart: bool) -> None:
         import obstore

@@ -1,7 +1,7 @@
 """Making one staged shard durable: blocks are hashed and written as they are staged, then sealed by a part.
 
-Order matters and is the whole point: the shard's bytes, made durable, a look at their size, in an object store
-at the bytes themselves, and only when the trainer has sealed the attempt the part that says all this.
+Order matters and is the whole point: the shard's bytes, made durable, a look at their size, in an object
+store at the bytes themselves, and only when the trainer has sealed the attempt the part that says all this.
 """
 
 import errno

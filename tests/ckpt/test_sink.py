@@ -145,6 +145,30 @@ def test_an_upload_that_failed_is_told_to_writers_and_at_the_end(content):
     sink.close()
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_upload_that_the_store_no_longer_knows_counts_only_if_its_object_is_there(store, content, there):
+    """The answer to the completion was lost, and the completion was asked for again."""
+
+    def forgetful(verb, work):
+        done = call(verb, work)
+        if verb != "write":
+            return done
+        if not there:
+            obstore.delete(store, "a/s")
+        raise FileNotFoundError
+
+    sink = MultipartSink(store, "a/s", SIZE, forgetful, part=PART, in_flight=2)
+    for offset in range(0, SIZE, PART):
+        sink.write(content[offset : offset + PART], offset)
+    if there:
+        sink.finish()
+        assert stored(store) == content[:SIZE]
+    else:
+        with pytest.raises(StorageError) as failed:
+            sink.finish()
+        assert failed.value.__cause__.errno == errno.EAGAIN
+
+
 def test_parts_grow_so_that_ten_thousand_are_enough():
     assert part_size(1, 16 * MIB) == part_size(MAX_PARTS * 16 * MIB, 16 * MIB) == 16 * MIB
     for size in (MAX_PARTS * 16 * MIB + 1, 400 << 30, 5 << 40):
