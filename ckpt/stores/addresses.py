@@ -76,7 +76,8 @@ def parse(uri: str | Path) -> Folder | Bucket | Remote:
         return _remote(text, scheme[1], scheme[2])
     if isinstance(uri, str) and "://" in text and not scheme and text[0] not in "/.~":
         raise StorageError(
-            f"{text!r} is no address: give {_CHOICES}. If this is a folder whose name holds '://', write ./{text}"
+            f"{text!r} is no address: give {_CHOICES}. If this is a folder whose name holds '://', write "
+            f"./{text}"
         )
     return Folder(folder_of(uri))
 

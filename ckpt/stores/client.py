@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -17,15 +19,20 @@ from obstore.store import S3Store
 from ckpt.errors import StorageError
 from ckpt.exclusive import TEMPORARY
 from ckpt.stores import failures
-from ckpt.stores.credentials import KeySource, Provider, source_of
+from ckpt.stores.credentials import KEY_VARIABLES, KeySource, Provider, source_of
 from ckpt.stores.failures import Failure, failure_of
 from ckpt.stores.options import S3Options
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Config
 
 _T = TypeVar("_T")
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _FIRST_CONTACT_S = 5.0
+_FIRST_TIMEOUT_S = 10.0
 _REQUEST_TIMEOUT_S = 60.0
+_MANY = 10_000
 _CONNECT_TIMEOUT_S = 5.0
 _ROLE_VARIABLES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -40,9 +47,10 @@ _forked = False
 
 
 def _note_fork() -> None:
-    global _forked
+    global _forked, _clients_lock
     _forked = _forked or _used
     _clients.clear()
+    _clients_lock = threading.Lock()  # another thread may have held it
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -51,7 +59,7 @@ os.register_at_fork(after_in_child=_note_fork)
 def client_of(bucket: str, options: S3Options) -> Client:
     """The client of a bucket; stores with equal options and keys share one. Raises StorageError."""
     source = source_of()
-    keys = tuple(os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"))
+    keys = tuple(os.environ.get(name) for name in KEY_VARIABLES)
     identity = (bucket, options, source, keys)
     with _clients_lock:
         if identity not in _clients:
@@ -70,7 +78,7 @@ class Client:
         self.bucket = bucket
         self.options = options
         self.provider = None if source is None else Provider(source)
-        self._answered = False
+        self._worked = False
         self._creates: bool | None = None
         self._creates_lock = threading.Lock()
         if self.provider is None and options.endpoint and not _has_role():
@@ -78,11 +86,17 @@ class Client:
                 f"there are no credentials for bucket {bucket} at {options.where}: set AWS_ACCESS_KEY_ID and "
                 f"AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or CKPT_S3_CREDENTIAL_COMMAND"
             )
-        self.raw = self._connect(retries=10_000)
-        self.once = self._connect(retries=0)
+        self.raw = self._connect(_MANY, _REQUEST_TIMEOUT_S)
+        self._first = self._connect(0, _FIRST_TIMEOUT_S)
+        self._once = self._connect(0, _REQUEST_TIMEOUT_S)
 
     def __repr__(self) -> str:
         return f"Client({self.bucket!r} at {self.options.where!r})"
+
+    @property
+    def once(self) -> S3Store:
+        """Obstore's store without retries; impatient until the first request has succeeded."""
+        return self._once if self._worked else self._first
 
     def call(self, what: str, work: Callable[[], _T], deadline_s: float | None = None) -> _T:
         """Do `work`, again while it fails for a passing reason, for `deadline_s` seconds (the options').
@@ -103,17 +117,16 @@ class Client:
             except (BaseError, FileNotFoundError) as error:
                 failure = failure_of(error)
                 if _means_what_it_says(error, failure):
-                    self._answered = True
-                    raise _plain(error) from None
+                    self._worked = True
+                    raise _plain(error, what) from None
             else:
-                self._answered = True
+                self._worked = True
                 return done
-            self._answered = self._answered or failure.answered
-            renewed = failure.refused and self._renew(generation)
+            renewed = failure.about_keys and self._renew(generation)
             again = failure.passes or failure.expired or (renewed and not refreshed)
             refreshed = refreshed or renewed
             waited = time.monotonic() - started
-            most = limit if self._answered else min(limit, _FIRST_CONTACT_S)
+            most = limit if self._worked or _serves(failure) else min(limit, _FIRST_CONTACT_S)
             if not again or waited >= most:
                 raise self._error(what, failure, waited)
             time.sleep(min(random.uniform(0, pause), max(0.0, most - waited)))
@@ -154,13 +167,14 @@ class Client:
                 return False
             raise
         finally:
-            self.call(what, lambda: obstore.delete(self.once, probe))
+            with suppress(StorageError, FileNotFoundError):
+                self.call(what, lambda: obstore.delete(self.once, probe))
 
-    def _connect(self, retries: int) -> S3Store:
+    def _connect(self, retries: int, timeout_s: float) -> S3Store:
         options = self.options
-        client: dict[str, Any] = {
+        client: ClientConfig = {
             "allow_http": bool(options.endpoint and options.endpoint.startswith("http://")),
-            "timeout": timedelta(seconds=min(_REQUEST_TIMEOUT_S, options.deadline_s)),
+            "timeout": timedelta(seconds=min(timeout_s, options.deadline_s)),
             "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT_S, options.deadline_s)),
         }
         if options.ca_bundle is not None:
@@ -170,7 +184,7 @@ class Client:
                 raise StorageError(
                     f"AWS_CA_BUNDLE {options.ca_bundle} can't be read: {error.strerror}"
                 ) from error
-        config: dict[str, Any] = {
+        config: S3Config = {
             "region": options.region,
             "virtual_hosted_style_request": options.virtual_hosted,
             # One plain DELETE for one key: not every store knows the bulk request.
@@ -246,6 +260,11 @@ class RequestError(OSError):
         self.failure = failure
 
 
+def _serves(failure: Failure) -> bool:
+    """Whether a working S3 server is at the other end, which only has to be waited for."""
+    return failure.kind == failures.STATUS and not failure.expired
+
+
 def _has_role() -> bool:
     anonymous = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
     return anonymous or any(os.environ.get(name) for name in _ROLE_VARIABLES)
@@ -257,6 +276,8 @@ def _means_what_it_says(error: BaseException, failure: Failure) -> bool:
     return isinstance(error, FileNotFoundError) and failure.code != "NoSuchBucket"
 
 
-def _plain(error: BaseException) -> Exception:
+def _plain(error: BaseException, what: str) -> Exception:
     """The same error without the server's answer in it."""
-    return FileNotFoundError() if isinstance(error, FileNotFoundError) else AlreadyExistsError()
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, f"{what}: there is no such object")
+    return AlreadyExistsError(what)

@@ -18,9 +18,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
+
+KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 _COMMAND_TIMEOUT_S = 60.0
 _MARGIN = dt.timedelta(minutes=5)
@@ -60,10 +65,10 @@ class Environment:
 
     def read(self) -> Keys:
         """The keys as they are now. Raises StorageError."""
-        key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+        key, secret, token = (os.environ.get(name) for name in KEY_VARIABLES)
         if not key or not secret:
             raise StorageError("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY have to be set together")
-        return Keys(key, secret, os.environ.get("AWS_SESSION_TOKEN") or None)
+        return Keys(key, secret, token or None)
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ class Provider:
                 self._read_again()
             return generation != self.generation
 
-    def __call__(self) -> dict[str, object]:
+    def __call__(self) -> S3Credential:
         keys = self.keys()
         return {
             "access_key_id": keys.access_key_id,

@@ -55,11 +55,6 @@ class Failure(NamedTuple):
     detail: str = ""
 
     @property
-    def answered(self) -> bool:
-        """Whether the other side is there and speaks."""
-        return self.kind in (STATUS, ANSWER)
-
-    @property
     def passes(self) -> bool:
         """Whether the same request may well succeed later."""
         if self.kind == STATUS:
@@ -75,6 +70,11 @@ class Failure(NamedTuple):
     def refused(self) -> bool:
         """Whether the credentials were not accepted, for whatever reason."""
         return self.expired or self.code == "InvalidToken" or self.status in (401, 403)
+
+    @property
+    def about_keys(self) -> bool:
+        """Whether other credentials may help. The answer to a HEAD has no body that says so."""
+        return self.refused or (self.status == 400 and self.code is None)
 
     @property
     def errno(self) -> int:

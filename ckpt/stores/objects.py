@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -151,9 +151,11 @@ class ObjectStore:
 
         keys = self.call("list", prefix, below)
         keys += _folders_of(keys, place)
-        failed: list[StorageError] = []
-        for start in range(0, len(keys), _BULK):
-            self._delete_some(prefix, keys[start : start + _BULK], failed)
+        failed = [
+            error
+            for start in range(0, len(keys), _BULK)
+            for error in self._delete_some(prefix, keys[start : start + _BULK])
+        ]
         if failed:
             raise failed[0]
 
@@ -208,24 +210,31 @@ class ObjectStore:
         def put() -> bool:
             nonlocal tries
             tries += 1
-            obstore.put(self._client.once, self._key(key), data, mode="create", use_multipart=False)
-            return True
+            made = obstore.put(self._client.once, self._key(key), data, mode="create", use_multipart=False)
+            return self._is_of(made["e_tag"], key, data)
 
         try:
-            return self.call("create", key, put)
+            arrived = self.call("create", key, put)
         except AlreadyExistsError:
             # A try whose answer was lost may have made it: only the content tells that from somebody else's.
             return tries > 1 and self._holds(key, data)
+        if not arrived:
+            self._write(key, data)
+        return True
 
     def _write(self, key: str, data: bytes) -> None:
         def put() -> None:
             made = obstore.put(self._client.once, self._key(key), data, use_multipart=False)
-            tag = (made["e_tag"] or "").strip('"')
-            digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
-            if _MD5.fullmatch(tag) and tag != digest and not self._holds(key, data):
+            if not self._is_of(made["e_tag"], key, data):
                 raise GenericError("Unable to extract metadata: the answer is not about what was sent")
 
         self.call("write", key, put)
+
+    def _is_of(self, tag: str | None, key: str, data: bytes) -> bool:
+        """Whether what was stored, says its tag or the object itself, is what was sent."""
+        text = (tag or "").strip('"')
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return not _MD5.fullmatch(text) or text == digest or self._holds(key, data)
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:
@@ -238,18 +247,22 @@ class ObjectStore:
         if size is not None and size < end:
             raise Corrupt(f"{self.uri}/{key} ends at byte {size}, before {end}")
 
-    def _delete_some(self, prefix: str, keys: list[str], failed: list[StorageError]) -> None:
+    def _delete_some(self, prefix: str, keys: Sequence[str]) -> Iterator[StorageError]:
+        """Delete objects; yields why one could not be."""
+
+        def delete(store: S3Store, which: str | Sequence[str]) -> None:
+            with suppress(FileNotFoundError):
+                self.call("delete", prefix, lambda: obstore.delete(store, which))
+
         try:
-            self.call("delete", prefix, lambda: obstore.delete(self._client.raw, keys))
-        except (StorageError, FileNotFoundError):
+            delete(self._client.raw, keys)
+        except StorageError:
             # Not every store knows the bulk request, and one key that can't go must not keep the others.
             for key in keys:
                 try:
-                    self.call("delete", prefix, lambda key=key: obstore.delete(self._client.once, key))
-                except FileNotFoundError:
-                    continue
+                    delete(self._client.once, key)
                 except StorageError as error:
-                    failed.append(error)
+                    yield error
 
 
 def _folders_of(keys: list[str], place: str) -> list[str]:
