@@ -12,6 +12,11 @@ from typing import NamedTuple
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>|\(code: ([A-Za-z0-9.]{1,60})\)")
+_CERTIFICATE_ADVICE = {
+    "CaUsedAsEndEntity": "is that of a CA itself (CA:TRUE), which is refused: let a CA sign another one",
+    "Expired": "has expired: renew it, or set this machine's clock",
+    "NotValidForName": "is for another host: give the name that it is for in AWS_ENDPOINT_URL",
+}
 _PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _PASSING_CODES = frozenset(
     {
@@ -104,8 +109,9 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(STATUS, int(status[1]) if status else None, (code[1] or code[2]) if code else None)
     if "credential provider" in text:
         return Failure(KEYS)
-    if "invalid peer certificate" in text or "UnknownIssuer" in text or "InvalidCertificate" in text:
-        return Failure(UNTRUSTED)
+    if "InvalidCertificate" in text or "invalid peer certificate" in text:
+        why = text.partition("InvalidCertificate")[2]
+        return Failure(UNTRUSTED, detail=next((name for name in _CERTIFICATE_ADVICE if name in why), ""))
     if "TimedOut" in text or "kind: Timeout" in text or "timed out" in text:
         return Failure(TIMEOUT)
     if "kind: Connect" in text:
@@ -155,8 +161,13 @@ def explain(failure: Failure, bucket: str, where: str, keys: str) -> str:
         )
     if failure.status in (301, 307, 308):
         return f"bucket {bucket} lies elsewhere than {where} ({code}): check AWS_REGION and the endpoint"
+    if failure.kind == UNTRUSTED:
+        reason = failure.detail.removesuffix("Context")
+        advice = _CERTIFICATE_ADVICE.get(
+            reason, "is signed by no CA known here: give its CA in AWS_CA_BUNDLE"
+        )
+        return f"the certificate of {where} {advice}"
     return {
-        UNTRUSTED: f"the certificate of {where} is signed by no CA known here: give its CA in AWS_CA_BUNDLE",
         UNREACHABLE: f"{where} can't be reached: check AWS_ENDPOINT_URL, the network, and the server itself",
         TIMEOUT: f"{where} doesn't answer in time: check the network and the load of the server",
         LOST: f"the connection to {where} broke off",
