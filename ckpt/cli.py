@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ckpt import listing, retention
+from ckpt import cli_copy, listing, retention
 from ckpt.checkpoint import Checkpoint
 from ckpt.commit import posthumous
 from ckpt.discover import committed, find
@@ -87,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--which", metavar="W", help=f"which one of a RUN: {which}")
     untag = add("untag", _untag, "Let go of a tagged checkpoint.", "RUN")
     untag.add_argument("name")
+    copy = add("cp", cli_copy.run, "Copy a run, or a checkpoint into a run, to any storage.", "SOURCE")
+    copy.add_argument("dest", metavar="DEST", help="the run to copy into; made if it isn't there")
     add("commit", _commit, "Commit what a dead launch left complete but for the manifest.", "RUN")
     prune = add("prune", _prune, "Delete old checkpoints of a run that nobody writes to.", "RUN")
     prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N")
