@@ -90,10 +90,10 @@ def write_attempt(run, step, launch=1, *, world_size=1, attempt=None, state=None
         data, fields = part_fields(
             run, attempt, state or tensors(step), rank=rank, world_size=world_size, **more
         )
-        run.store.path(f"{attempt}/{names.shard_name(rank)}").write_bytes(data)
+        run.store.put(f"{attempt}/{names.shard_name(rank)}", data, durable=False)
         if parts:
             part = manifest.part_bytes(signing_key=signing_key(), **fields)
-            run.store.path(f"{attempt}/{names.part_name(rank)}").write_bytes(part)
+            run.store.put(f"{attempt}/{names.part_name(rank)}", part, durable=False)
     return attempt
 
 
