@@ -58,9 +58,7 @@ def _tell(server: ObjectServer, extra: list[str], leave: Callable[[], None]) -> 
     made = [path.relative_to(runs) for path in _files(runs) if path not in before]
     of_run = [path for path in made if not path.parts[0].startswith(LOCAL)]
     if of_run:
-        print(
-            f"on this disk:  {len(of_run)} files that belong into the bucket, such as {shown(runs / of_run[0])}"
-        )
+        print(f"on this disk:  {len(of_run)} files of the run, such as {shown(runs / of_run[0])}")
         return 1
     print(
         f"on this disk:  nothing of the run; {shown(runs)} holds logs and the databases of Prefect and MLflow"
