@@ -58,6 +58,7 @@ class CheckpointManager:
         when_busy: str = "skip",
         slots: int = 1,
         digest: str = "xxh3-128",
+        confirm: str = "digest",
         threads: int = 2,
         bandwidth_limit: float | None = None,
         posthumous_s: float = 120.0,
@@ -67,17 +68,16 @@ class CheckpointManager:
     ) -> None:
         """Begin a launch of the run and start this rank's writer process.
 
-        `state` maps entry names to modules, optimizers, objects with
-        `state_dict`/`load_state_dict`, or plain values. `when_busy` says what a save does that is
-        due while every slot is in use: "skip" or "wait". A save is void if a rank is not done
-        `rank_timeout_s` after rank 0 is. `on_event` gets a dict per change of a save, from
-        background threads too; `say` gets lines for people.
+        `state` maps entry names to modules, optimizers, objects with `state_dict`/`load_state_dict`, or
+        plain values. `when_busy` says what a save does that is due while every slot is in use: "skip" or
+        "wait". A save is void if a rank is not done `rank_timeout_s` after rank 0 is. `on_event` gets a dict
+        per change of a save, from background threads too; `say` gets lines for people.
 
         Raises RunBusy, StateError, StorageError; on one rank what went wrong on rank 0.
         """
         check_options(max_failed_saves, when_busy, slots, rank_timeout_s)
         options = WriterOptions(
-            digest=digest, threads=threads, bandwidth_limit=bandwidth_limit, posthumous_s=posthumous_s
+            digest, threads, bandwidth_limit=bandwidth_limit, posthumous_s=posthumous_s, confirm=confirm
         )
         self.run = run if isinstance(run, Run) else open_run(run)
         self._state = state

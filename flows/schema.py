@@ -80,6 +80,7 @@ class Checkpoint:
     slots: int
     threads: int
     digest: Literal["xxh3-128", "blake3"]
+    confirm: Literal["digest", "size"]
     bandwidth_limit: float | None
     posthumous_s: float
     verify: Verify

@@ -36,6 +36,7 @@ MANAGER_OPTIONS = (
     "slots",
     "threads",
     "digest",
+    "confirm",
     "bandwidth_limit",
     "posthumous_s",
 )
