@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
@@ -70,8 +71,8 @@ def client_of(bucket: str, options: S3Options) -> Client:
 class Client:
     """Connections to one bucket.
 
-    `raw` is obstore's store with its own retries, for transfers of many requests; `once` makes each request
-    once, for work whose every attempt has to be known. Both are to be used inside `call` only.
+    `raw` tries again by itself, for transfers of many requests; `once` makes each request once, for work
+    whose every attempt has to be known. All are to be used inside `call` only.
     """
 
     def __init__(self, bucket: str, options: S3Options, source: KeySource | None) -> None:
@@ -86,12 +87,21 @@ class Client:
                 f"there are no credentials for bucket {bucket} at {options.where}: set AWS_ACCESS_KEY_ID and "
                 f"AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or CKPT_S3_CREDENTIAL_COMMAND"
             )
-        self.raw = self._connect(_MANY, _REQUEST_TIMEOUT_S)
         self._first = self._connect(0, _FIRST_TIMEOUT_S)
         self._once = self._connect(0, _REQUEST_TIMEOUT_S)
 
     def __repr__(self) -> str:
         return f"Client({self.bucket!r} at {self.options.where!r})"
+
+    @cached_property
+    def raw(self) -> S3Store:
+        """Obstore's store with its own retries, up to the deadline."""
+        return self._connect(_MANY, _REQUEST_TIMEOUT_S)
+
+    @cached_property
+    def bulk(self) -> S3Store:
+        """As `once`, but many keys are deleted by one request, which not every store knows."""
+        return self._connect(0, _REQUEST_TIMEOUT_S, bulk=True)
 
     @property
     def once(self) -> S3Store:
@@ -119,6 +129,8 @@ class Client:
                 if _means_what_it_says(error, failure):
                     self._worked = True
                     raise _plain(error, what) from None
+                if failure.refused and self.provider is not None and self.provider.ended:
+                    failure = failure._replace(code="ExpiredToken")
             else:
                 self._worked = True
                 return done
@@ -170,7 +182,7 @@ class Client:
             with suppress(StorageError, FileNotFoundError):
                 self.call(what, lambda: obstore.delete(self.once, probe))
 
-    def _connect(self, retries: int, timeout_s: float) -> S3Store:
+    def _connect(self, retries: int, timeout_s: float, bulk: bool = False) -> S3Store:
         options = self.options
         client: ClientConfig = {
             "allow_http": bool(options.endpoint and options.endpoint.startswith("http://")),
@@ -187,8 +199,7 @@ class Client:
         config: S3Config = {
             "region": options.region,
             "virtual_hosted_style_request": options.virtual_hosted,
-            # One plain DELETE for one key: not every store knows the bulk request.
-            "disable_bulk_delete": retries == 0,
+            "disable_bulk_delete": not bulk,
         }
         if options.endpoint:
             config["endpoint"] = self._endpoint(options.endpoint)

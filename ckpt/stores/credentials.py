@@ -209,6 +209,12 @@ class Provider:
         """Where the keys come from, for messages."""
         return self._source.name
 
+    @property
+    def ended(self) -> bool:
+        """Whether the keys last read are past their end."""
+        end = self._keys.expires_at if self._keys else None
+        return end is not None and end <= dt.datetime.now(dt.UTC)
+
     def keys(self) -> Keys:
         """The keys to use now. Raises StorageError if there are none."""
         with self._lock:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>|\(code: ([A-Za-z0-9.]{1,60})\)")
+_ROLE = re.compile(r"//169\.254\.|/latest/(api|meta-data)/|AssumeRoleWithWebIdentity")
 _CERTIFICATE_ADVICE = {
     "CaUsedAsEndEntity": "is that of a CA itself (CA:TRUE), which is refused: let a CA sign another one",
     "Expired": "has expired: renew it, or set this machine's clock",
@@ -104,11 +105,11 @@ class Failure(NamedTuple):
 def failure_of(error: BaseException) -> Failure:
     """What an error that obstore raised means."""
     text = str(error)
+    if "credential provider" in text or _ROLE.search(text):
+        return Failure(KEYS)
     status, code = _STATUS.search(text), _CODE.search(text)
     if status or code:
         return Failure(STATUS, int(status[1]) if status else None, (code[1] or code[2]) if code else None)
-    if "credential provider" in text:
-        return Failure(KEYS)
     if "InvalidCertificate" in text or "invalid peer certificate" in text:
         why = text.partition("InvalidCertificate")[2]
         return Failure(UNTRUSTED, detail=next((name for name in _CERTIFICATE_ADVICE if name in why), ""))
@@ -172,5 +173,6 @@ def explain(failure: Failure, bucket: str, where: str, keys: str) -> str:
         TIMEOUT: f"{where} doesn't answer in time: check the network and the load of the server",
         LOST: f"the connection to {where} broke off",
         ANSWER: f"{where} gave an answer that makes no sense: check that an S3 server is at this endpoint",
-        KEYS: f"no usable credentials come from {keys}",
+        KEYS: f"no usable credentials come from {keys}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        "AWS_PROFILE, or CKPT_S3_CREDENTIAL_COMMAND",
     }.get(failure.kind, f"{place} answered with an error ({failure.detail or code})")

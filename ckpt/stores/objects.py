@@ -68,6 +68,8 @@ class ObjectStore:
         def get() -> bytes:
             found = obstore.get(self._client.once, self._key(key))
             size = found.meta["size"]
+            if not found.meta["e_tag"]:
+                raise GenericError("Unable to extract metadata: every object in a store has a tag")
             if limit is not None and size > limit:
                 raise Corrupt(f"{self.uri}/{key} has {size} bytes, where at most {limit} make sense")
             return bytes(found.bytes())
@@ -255,7 +257,7 @@ class ObjectStore:
                 self.call("delete", prefix, lambda: obstore.delete(store, which))
 
         try:
-            delete(self._client.raw, keys)
+            delete(self._client.bulk, keys)
         except StorageError:
             # Not every store knows the bulk request, and one key that can't go must not keep the others.
             for key in keys:

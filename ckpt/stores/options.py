@@ -63,7 +63,7 @@ def _endpoint(env: Mapping[str, str]) -> str | None:
         if "@" in text:
             raise StorageError(f"{name} holds an '@': keys don't belong into an endpoint's address")
         if not re.fullmatch(r"https?://[^/\s?#]+/?", text):
-            meant = re.sub(r"^[a-z]*:?/*", "", text, flags=re.IGNORECASE).partition("/")[0]
+            meant = re.sub(r"^([a-z]+:)?/*", "", text, flags=re.IGNORECASE).partition("/")[0]
             raise StorageError(
                 f"{name} is {text!r}, which is no endpoint: give scheme, host and port only, as in "
                 f"https://{meant or 'host'}"

@@ -134,7 +134,7 @@ def test_of_many_requests_that_fail_at_once_one_reads_the_keys_again(tmp_path):
 
 
 class Picky(BaseHTTPRequestHandler):
-    """Takes only requests signed by the access key `good`; answers others as a store whose keys ended."""
+    """Takes only requests signed by the access key `good`; answers others with `server.refusal`."""
 
     protocol_version = "HTTP/1.1"
 
@@ -164,14 +164,20 @@ class Picky(BaseHTTPRequestHandler):
 @pytest.fixture
 def picky():
     with ThreadingHTTPServer(("127.0.0.1", 0), Picky) as server:
-        server.seen = []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.seen, server.refusal = [], (400, "ExpiredToken")
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield server
         server.shutdown()
 
 
-def test_a_write_goes_on_with_new_keys_when_the_old_ones_end_meanwhile(tmp_path, monkeypatch, picky):
-    line, said, runs = printing(tmp_path, AccessKeyId="old", SecretAccessKey=SECRET)
+@pytest.mark.parametrize(
+    ("refusal", "end"), [((400, "ExpiredToken"), None), ((403, "AccessDenied"), "2020-01-01T00:00:00Z")]
+)
+def test_a_write_goes_on_with_new_keys_when_the_old_ones_end_meanwhile(
+    tmp_path, monkeypatch, picky, refusal, end
+):
+    picky.refusal = refusal
+    line, said, runs = printing(tmp_path, AccessKeyId="old", SecretAccessKey=SECRET, Expiration=end)
     monkeypatch.setenv("CKPT_S3_CREDENTIAL_COMMAND", line)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{picky.server_port}")
     store = open_store("s3://bucket/run")
