@@ -185,7 +185,7 @@ class ObjectStore:
     def open_source(self, key: str, *, direct: bool) -> Source:  # noqa: ARG002
         self._point("read", key)
         return RangeSource(
-            self._client.once,
+            lambda: self._client.once,
             self._key(key),
             lambda verb, work: self.call(verb, key, work),
             parallel=self.options.parts_in_flight,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckpt.errors import Corrupt, StorageError
@@ -15,7 +16,7 @@ __all__ = ["RangeSource"]
 
 
 class RangeSource:
-    """An object at `path` of an obstore store. See `ckpt.store.Source`.
+    """An object at `path` of the obstore store that `store` returns. See `ckpt.store.Source`.
 
     Looked at once, when it is opened, for its size. `parallel` reads at once keep the storage busy. Raises
     FileNotFoundError, StorageError.
@@ -23,14 +24,14 @@ class RangeSource:
 
     direct = False
 
-    def __init__(self, store: ObjectStore, path: str, call: Call, *, parallel: int) -> None:
+    def __init__(self, store: Callable[[], ObjectStore], path: str, call: Call, *, parallel: int) -> None:
         import obstore
 
         self._store = store
         self._path = path
         self._call = call
         self.parallel = parallel
-        self.size = call("read", lambda: obstore.head(store, path))["size"]
+        self.size = call("read", lambda: obstore.head(store(), path))["size"]
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on. Raises Corrupt if the object ends before, StorageError
@@ -45,7 +46,7 @@ class RangeSource:
         if not length:
             return
         data = self._call(
-            "read", lambda: obstore.get_range(self._store, self._path, start=start, length=length)
+            "read", lambda: obstore.get_range(self._store(), self._path, start=start, length=length)
         )
         if len(data) != length:
             cause = OSError(errno.EIO, f"{len(data)} of {length} bytes came")

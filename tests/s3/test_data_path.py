@@ -10,17 +10,22 @@ import time
 import obstore
 import pytest
 
-from ckpt import reader
+from ckpt import copying, reader
+from ckpt.copying import copy
 from ckpt.digest import CHUNK, DEFAULT, chunk_digest, file_digest
+from ckpt.discover import committed, latest_valid
 from ckpt.errors import Corrupt, StorageError
+from ckpt.launches import begin_launch, record_parent
 from ckpt.layout import part_tensors
 from ckpt.manifest import FileEntry
 from ckpt.names import part_name, shard_name
 from ckpt.reader import Want, read_verified
+from ckpt.run import open_run
 from ckpt.store import open_store
 from ckpt.writer.options import WriterOptions
 from ckpt.writer.persist import Persister
 from ckpt.writer.save import Save, VoidError
+from tests.ckpt import making
 from tests.ckpt.writing import Arena, attempt_of, fill, layout_of, part_of
 from tests.s3.proxy import (
     DENIED,
@@ -248,6 +253,50 @@ def test_a_shard_that_is_missing_or_of_another_size_is_corrupt(stored):
     store.delete("a/s")
     with pytest.raises(Corrupt, match="missing"):
         read(stored)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run in a folder, with two checkpoints."""
+    made = making.run_at(tmp_path / "run")
+    making.launch(made, 1, fresh=True)
+    for step in (1, 2):
+        making.checkpoint(made, step, world_size=2)
+    return made
+
+
+def test_a_copy_goes_to_the_bucket_and_back_and_is_the_run(proxy, run, small_parts, s3_root, tmp_path):
+    proxy.inject(SLOW_DOWN, "put", "rank-", times=2)
+    proxy.inject(FLIP_REQUEST, "put", SHARD, times=1)
+    proxy.inject(TRUNCATE, "get", "manifest", times=1)
+    there = copy(run.uri, s3_root)
+    assert there.ok and len(there.copied) == 2
+    assert copy(run.uri, s3_root).present == there.copied
+    back = copy(s3_root, str(tmp_path / "back"))
+    assert back.copied == there.copied
+    assert making.tree_digest(tmp_path / "back") == making.tree_digest(tmp_path / "run")
+
+
+def test_a_copy_through_a_store_that_changes_bytes_is_not_committed(
+    proxy, run, small_parts, s3_root, monkeypatch
+):
+    monkeypatch.setattr(copying, "_RETRY_S", 0.3)
+    proxy.inject(FLIP_REQUEST, "put", SHARD)
+    done = copy(run.uri, s3_root)
+    assert len(done.problems) == 2 and not committed(open_run(s3_root, create=False))
+
+
+def test_a_plain_recursive_upload_of_a_run_is_the_run_as_well(run, s3_env, s3_root):
+    store = open_store(s3_root)
+    folder = run.store.path("")
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            store.put(str(path.relative_to(folder)), path.read_bytes())
+    there = latest_valid(s3_root)
+    assert there.step == 2 and open_run(s3_root, create=False).id == run.id
+    launch = begin_launch(open_run(s3_root), owner="", config=None, say=print)
+    record_parent(open_run(s3_root), launch, there)
+    assert launch.number == 2
 
 
 def waited_for(condition, seconds=10.0) -> bool:
