@@ -112,6 +112,7 @@ def begin_launch(
         _wait_for_orphans(run.store, number, watch_s, drain_deadline_s, say)
         for attempt in posthumous(run, number, say=say):
             say(f"committed {attempt}, which was complete but for its manifest")
+        _end_uploads(run.store, number, say)
     return Launch(number, info, None, None)
 
 
@@ -170,6 +171,22 @@ def _wait_for_orphans(
             continue
         if not liveness.wait_for_writer(store, launch, deadline_s=deadline_s, watch_s=watch_s, say=say):
             say(f"going on though the writer of launch {launch} has not ended: it is fenced, so can't commit")
+
+
+def _end_uploads(store: Store, number: int, say: Callable[[str], None]) -> None:
+    """Free what writers of older launches that were killed have uploaded in vain."""
+
+    def older(key: str) -> bool:
+        named = parse_attempt(key.partition("/")[0])
+        return named is not None and named[1] < number
+
+    try:
+        ended = store.abort_uploads(older)
+    except StorageError as error:
+        say(f"uploads that a killed writer may have left stay where they are: {error}")
+        return
+    if ended:
+        say(f"ended {ended} unfinished uploads of earlier launches")
 
 
 def record_parent(run: Run, launch: Launch, checkpoint: Checkpoint | None) -> None:

@@ -113,6 +113,11 @@ class Store(Protocol):
     def free(self) -> int | None:
         """Bytes that can still be written, None where that can't be known."""
 
+    def abort_uploads(self, wanted: Callable[[str], bool]) -> int:
+        """End uploads that were begun and never finished, of keys that are `wanted`, and free what they hold;
+        how many there were. Folders have none, and not every storage tells.
+        """
+
     def open_sink(self, key: str, size: int, *, direct: bool, say: Callable[[str], None]) -> Sink:
         """Begin a new object of `size` bytes, past the page cache if `direct` and possible.
 

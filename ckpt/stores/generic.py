@@ -123,6 +123,9 @@ class FsspecStore:
     def free(self) -> int | None:
         return None
 
+    def abort_uploads(self, wanted: Callable[[str], bool]) -> int:  # noqa: ARG002
+        return 0
+
     def open_sink(self, key: str, size: int, *, direct: bool, say: Callable[[str], None]) -> Sink:  # noqa: ARG002
         with self._reporting("write", key, "open"):
             return _FsspecSink(self, key, size, self._fs.open(self._key(key), "wb"))

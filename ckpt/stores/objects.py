@@ -20,6 +20,7 @@ from ckpt.faults import point
 from ckpt.store import Entry, Sink, Source
 from ckpt.stores.addresses import Bucket
 from ckpt.stores.client import Client, client_of
+from ckpt.stores.leftovers import Uploads
 from ckpt.stores.multipart import MultipartSink
 from ckpt.stores.options import S3Options
 from ckpt.stores.ranges import RangeSource
@@ -170,6 +171,14 @@ class ObjectStore:
 
     def free(self) -> int | None:
         return None
+
+    def abort_uploads(self, wanted: Callable[[str], bool]) -> int:
+        provider = self._client.provider
+        if provider is None:
+            return 0  # only obstore knows the keys of a pod's or an instance's role
+        folder = f"{self._address.prefix}/".lstrip("/")
+        uploads = Uploads(self._address.bucket, self.options, provider.keys)
+        return uploads.abort(folder, lambda key: wanted(key[len(folder) :]))
 
     def open_sink(self, key: str, size: int, *, direct: bool, say: Callable[[str], None]) -> Sink:  # noqa: ARG002
         options = self.options

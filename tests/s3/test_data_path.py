@@ -299,6 +299,46 @@ def test_a_plain_recursive_upload_of_a_run_is_the_run_as_well(run, s3_env, s3_ro
     assert launch.number == 2
 
 
+@pytest.fixture
+def client(object_server):
+    session = pytest.importorskip("botocore.session")
+    return session.get_session().create_client(
+        "s3",
+        endpoint_url=object_server.endpoint,
+        region_name=object_server.region,
+        aws_access_key_id=object_server.access_key,
+        aws_secret_access_key=object_server.secret_key,
+    )
+
+
+def test_a_launch_ends_the_uploads_that_older_ones_left_in_its_run_and_no_others(
+    client, s3_env, s3_root, object_server
+):
+    prefix = s3_root.partition(f"//{object_server.bucket}/")[2] + "/a run+&=ä"
+    run = open_run(f"s3://{object_server.bucket}/{prefix}")
+    left = [f"{prefix}/{attempt_of(step)}/{shard_name(0)}" for step in (1, 2)]
+    others = [
+        f"{prefix}/{attempt_of(3, launch=2)}/{shard_name(0)}",
+        f"{prefix}/mine/big",
+        f"{prefix}-2/{attempt_of(1)}/{shard_name(0)}",
+    ]
+    for key in left + others:
+        client.create_multipart_upload(Bucket=object_server.bucket, Key=key)
+    begin_launch(run, owner="x", config=None, say=print)
+    said: list[str] = []
+    begin_launch(run, owner="x", config=None, say=said.append)
+    found = client.list_multipart_uploads(Bucket=object_server.bucket)["Uploads"]
+    assert {upload["Key"] for upload in found} == set(others)
+    assert [line for line in said if "2 unfinished uploads" in line]
+
+
+def test_a_store_that_does_not_list_uploads_keeps_no_launch_from_beginning(proxy, proxied_env, s3_root):
+    proxy.inject(DENIED, "other")
+    said: list[str] = []
+    begin_launch(open_run(s3_root), owner="x", config=None, say=said.append)
+    assert [line for line in said if "HTTP 403" in line]
+
+
 def waited_for(condition, seconds=10.0) -> bool:
     """Whether the condition comes true in time."""
     deadline = time.monotonic() + seconds
