@@ -15,6 +15,7 @@ from ckpt.names import attempt_name, part_name
 from ckpt.policies import KeepLast
 from ckpt.run import open_run
 from ckpt.store import open_store
+from ckpt.stores import client
 from tests.ckpt import making
 from tests.s3 import proxy as faults
 
@@ -97,8 +98,6 @@ def test_the_latest_of_two_thousand_is_found_by_listings_launch_files_and_four_r
 
 
 def test_an_endpoint_that_is_not_there_is_named_within_seconds(proxied_env, s3_root, monkeypatch):
-    from ckpt.stores import client
-
     monkeypatch.setattr(client, "_FIRST_CONTACT_S", 0.5)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(StorageError, match=r"http://127.0.0.1:1 can't be reached: check AWS_ENDPOINT_URL"):
