@@ -22,6 +22,7 @@ from ckpt.names import part_name, shard_name
 from ckpt.reader import Want, read_verified
 from ckpt.run import open_run
 from ckpt.store import open_store
+from ckpt.verification import verify
 from ckpt.writer.options import WriterOptions
 from ckpt.writer.persist import Persister
 from ckpt.writer.save import Save, VoidError
@@ -275,6 +276,17 @@ def test_a_copy_goes_to_the_bucket_and_back_and_is_the_run(proxy, run, small_par
     back = copy(s3_root, str(tmp_path / "back"))
     assert back.copied == there.copied
     assert making.tree_digest(tmp_path / "back") == making.tree_digest(tmp_path / "run")
+
+
+def test_an_answer_changed_on_its_way_makes_no_checkpoint_bad_and_what_stays_changed_does(
+    proxy, run, small_parts, s3_root
+):
+    newest = copy(run.uri, s3_root).copied[0]
+    rule = proxy.inject(FLIP_REPLY, "get", f"{newest}/{SHARD}", times=1)
+    assert verify(f"{s3_root}/{newest}").ok and rule.hits == 1
+    proxy.inject(FLIP_REPLY, "get", f"{newest}/{SHARD}")
+    assert not verify(f"{s3_root}/{newest}").ok
+    assert latest_valid(s3_root, say=print).step == 1
 
 
 def test_a_copy_through_a_store_that_changes_bytes_is_not_committed(
