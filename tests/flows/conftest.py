@@ -10,6 +10,7 @@ import pytest
 
 from flows import prefect_home
 from tests.flows.harness import Project
+from tests.s3.conftest import object_server, proxied_env, proxy, s3_root  # noqa: F401
 
 
 @pytest.fixture(scope="session")

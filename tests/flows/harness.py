@@ -24,6 +24,8 @@ class Project:
         self.home = home
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "CKPT_"))}
         self.env |= {"CKPT_HOME": str(home), "DO_NOT_TRACK": "true", "PYTHONUNBUFFERED": "1"}
+        # This tree's code, whichever one is installed.
+        self.env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
         if api_url:
             self.env["PREFECT_API_URL"] = api_url
             self.env["PREFECT_HOME"] = str(home / "prefect")
