@@ -186,8 +186,16 @@ class _Copy:
         self._dest.delete(key)
         sink = self._dest.open_sink(key, entry.size, direct=True, say=lambda _: None)
         try:
-            fresh = not sink.direct
-            read_chunks(self._source, attempt, entry.name, entry, sink.write, threads=_THREADS, fresh=fresh)
+            read_chunks(
+                self._source,
+                attempt,
+                entry.name,
+                entry,
+                sink.write,
+                threads=_THREADS,
+                fresh=not sink.direct,
+                failed=sink.abandon,
+            )
             sink.finish()
         finally:
             sink.close()

@@ -129,20 +129,26 @@ def read_chunks(
     *,
     threads: int = 4,
     fresh: bool = False,
+    failed: Callable[[], None] = lambda: None,
 ) -> None:
     """Read a whole file and give each chunk that has its digest to `take(block, start)`, in any order.
 
     A block starts on a page and is whole pages long: behind the file's end it is padded. Its memory is used
-    again once `take` returns, unless each is to have `fresh` memory. `take` is called in several threads.
-    Raises as `read_verified`, and what `take` raises.
+    again once `take` returns, unless each is to have `fresh` memory. `take` is called in several threads;
+    when one of them fails `failed` is called, as another may be waiting in `take` for what that one was to
+    bring. Raises as `read_verified`, and what `take` raises.
     """
     source = _Source(store, attempt, name, facts, direct=True)
 
     def do(index: int, bounce: _Bounce) -> None:
         start, end = source.chunk_range(index)
         whole = (_Bounce() if fresh else bounce).view(-(-(end - start) // _PAGE) * _PAGE)
-        source.read_checked(index, whole[: end - start])
-        take(whole, start)
+        try:
+            source.read_checked(index, whole[: end - start])
+            take(whole, start)
+        except BaseException:
+            failed()
+            raise
 
     try:
         _run(range(len(facts.chunks)), do, max(threads, source.parallel))

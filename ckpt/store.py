@@ -38,6 +38,11 @@ class Sink(Protocol):
         after `finish` or `close`.
         """
 
+    def abandon(self) -> None:
+        """Nothing more will come: who waits in `write` for other blocks gets a StorageError. May be called
+        while others write.
+        """
+
     def finish(self) -> None:
         """Make the object whole, durable and visible, check its size, and close."""
 

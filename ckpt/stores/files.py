@@ -34,6 +34,9 @@ class FileSink:
         with reporting("write", self._path):
             self._file.write(block, offset)
 
+    def abandon(self) -> None:
+        """Nobody waits for anybody in a file."""
+
     def finish(self) -> None:
         """Cut what pads the last page, sync file and folder, and check the size."""
         with reporting("write", self._path):

@@ -209,6 +209,11 @@ class _FsspecSink:
             finally:
                 self._changed.notify_all()
 
+    def abandon(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
     def finish(self) -> None:
         with self._store._reporting("write", self._key, "finish"):
             self._over = True

@@ -77,16 +77,24 @@ class MultipartSink:
     def write(self, block: memoryview, offset: int) -> None:
         """Hand over the bytes from `offset` on; what pads the last block is left out.
 
-        Raises StorageError if the upload has failed.
+        Raises StorageError if the upload has failed or was given up.
         """
         block = block[: self._size - offset]
         with self._changed:
-            while self._crowded(len(block), offset) and self._error is None:
+            while self._crowded(len(block), offset) and self._error is None and not self._abandoned:
                 self._changed.wait()
             if self._error is not None:
                 raise self._error
+            if self._abandoned:
+                raise StorageError(f"{self._path} is no longer written")
             self._blocks[offset] = block
             self._held += len(block)
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Give the upload up, without waiting for the end of it."""
+        with self._changed:
+            self._abandoned = True
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -108,9 +116,7 @@ class MultipartSink:
 
     def close(self) -> None:
         """Abort the upload unless it is finished, and wait for that; the store keeps no part of it."""
-        with self._changed:
-            self._abandoned = True
-            self._changed.notify_all()
+        self.abandon()
         if self._upload is not None:
             self._upload.join()
         self._blocks.clear()
@@ -118,6 +124,8 @@ class MultipartSink:
     def _run(self) -> None:
         try:
             self._call("write", self._put_once)
+        except _AbandonedError:
+            return
         except FileNotFoundError:
             # The store doesn't know the upload: somebody removed it, or it was completed by a try whose
             # answer was lost. In that case, only, is the object there.

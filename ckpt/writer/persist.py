@@ -171,6 +171,8 @@ class _Crew:
         except BaseException as error:
             with self._save.changed:
                 self._error = self._error or error
+            # Another thread may wait for what this one was to write.
+            self._sink.abandon()
         finally:
             with self._save.changed:
                 self._alive -= 1

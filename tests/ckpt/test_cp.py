@@ -143,6 +143,14 @@ def test_large_shards_arrive_whole(tmp_path, dest):
     assert verify(f"{dest}/{made.attempt}").ok
 
 
+def test_a_damaged_chunk_ends_the_copy_of_its_shard_and_nobody_waits_for_it(tmp_path, dest):
+    run = making.run_at(tmp_path / "big")
+    made = making.checkpoint(run, 1, state=making.tensors(1, rows=BIG))
+    making.flip(run.store.path(f"{made.attempt}/{shard_name(0)}"), 9000)
+    assert "chunk 0" in copy(run.uri, dest).problems[0]
+    assert open_store(dest).size(f"{made.attempt}/{MANIFEST}") is None
+
+
 def test_a_copy_killed_at_any_point_is_never_taken_for_whole(run, tmp_path, monkeypatch):
     """Each operation on storage fails once: what is committed in the copy verifies, and a second try ends."""
     for nth in range(1, 200, 5):

@@ -116,6 +116,27 @@ def test_no_more_is_on_its_way_than_the_parts_in_flight_and_two(store, content):
     sink.finish()
 
 
+def test_who_waits_for_a_block_that_never_comes_is_told_once_the_upload_is_given_up(store, content):
+    sink = sink_of(store, size=100 * PART, in_flight=1)
+    outcome: list[BaseException] = []
+
+    def ahead() -> None:
+        try:
+            for number in range(1, 100):
+                sink.write(content[:PART], number * PART)
+        except StorageError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=ahead, daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    sink.abandon()
+    thread.join(5)
+    sink.close()
+    assert outcome and "no longer written" in str(outcome[0])
+
+
 def test_memory_is_let_go_of_once_its_part_is_there(store):
     sink = sink_of(store, size=3 * PART)
     block = memoryview(bytearray(PART))
