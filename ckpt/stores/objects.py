@@ -20,7 +20,6 @@ from ckpt.faults import point
 from ckpt.store import Entry, Sink, Source
 from ckpt.stores.addresses import Bucket
 from ckpt.stores.client import Client, client_of
-from ckpt.stores.leftovers import Uploads
 from ckpt.stores.multipart import MultipartSink
 from ckpt.stores.options import S3Options
 from ckpt.stores.ranges import RangeSource
@@ -176,6 +175,9 @@ class ObjectStore:
         provider = self._client.provider
         if provider is None:
             return 0  # only obstore knows the keys of a pod's or an instance's role
+        # Imported here: only launches ask, and the writer process should start fast.
+        from ckpt.stores.leftovers import Uploads
+
         folder = f"{self._address.prefix}/".lstrip("/")
         uploads = Uploads(self._address.bucket, self.options, provider.keys)
         return uploads.abort(folder, lambda key: wanted(key[len(folder) :]))

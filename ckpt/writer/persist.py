@@ -17,7 +17,7 @@ from ckpt.sealed import signing_key
 from ckpt.store import Sink, Store
 from ckpt.writer.bounce import Buffers, copy_hashing
 from ckpt.writer.options import WriterOptions
-from ckpt.writer.priority import lower_this_thread
+from ckpt.writer.priority import lower_this_thread, start_obstore_low
 from ckpt.writer.retry import errno_of, retrying
 from ckpt.writer.save import Save
 from ckpt.writer.throttle import Throttle
@@ -36,6 +36,8 @@ class Persister:
         self.block = _block_size(options)
         self.throttle = Throttle(options.bandwidth_limit, burst=self.block)
         self.buffers = Buffers(self.block) if Buffers.pay() else None
+        if store.uri.startswith("s3://"):
+            start_obstore_low()
 
     def persist(self, save: Save) -> None:
         """Write the shard and, once sealed, the part. Raises VoidError, OSError or StorageError."""

@@ -36,6 +36,21 @@ def lower_this_thread() -> None:
         ctypes.CDLL(None).syscall(call, _WHO_PROCESS, thread, _CLASS_IDLE)
 
 
+def start_obstore_low() -> None:
+    """Have obstore make the threads that sign, encrypt and send: they keep the priority of their maker."""
+
+    def start() -> None:
+        import obstore
+        from obstore.store import MemoryStore
+
+        lower_this_thread()
+        obstore.put(MemoryStore(), "nothing", b"", use_multipart=False)
+
+    maker = threading.Thread(target=start, daemon=True)
+    maker.start()
+    maker.join()
+
+
 class Session:
     """The priority of this process's session; `own` says that no other process's work goes by it."""
 

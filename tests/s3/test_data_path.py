@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -113,6 +115,22 @@ def test_the_upload_begins_while_the_shard_is_still_being_staged(proxy, saved, p
     save.seal(part_of(RUN_ID, save.attempt))
     thread.join()
     assert shard_in(persister.store, save) == save.arena.buffer
+
+
+def test_what_sends_a_shard_has_less_priority_than_training(s3_env, s3_root):
+    script = (
+        "import os\n"
+        "from ckpt.store import open_store\n"
+        "from ckpt.writer.options import WriterOptions\n"
+        "from ckpt.writer.persist import Persister\n"
+        f"Persister(open_store({s3_root!r}), 0, WriterOptions(), print).store.size('a')\n"
+        "for task in os.listdir('/proc/self/task'):\n"
+        "    name = open(f'/proc/self/task/{task}/comm').read().strip()\n"
+        "    print(name, os.getpriority(os.PRIO_PROCESS, int(task)))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    senders = [line.split() for line in said.splitlines() if line.startswith("tokio")]
+    assert senders and all(int(nice) >= 10 for _, nice in senders)
 
 
 def test_a_small_shard_is_one_put(proxy, persister):
