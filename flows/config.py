@@ -126,6 +126,8 @@ def _problem(name: str, text: str, overrides: list[str]) -> str | None:
         return None
     if one.mode in ("", "~"):
         known = _known_keys(name, [t for t in overrides if split(t).key in groups])
+        if known is not None and one.key.startswith("storage.s3.") and "storage.s3" not in known:
+            return f"{one.key} is for an object store: add storage=s3, or storage=flashblade_s3"
         if known is not None and one.key not in known:
             return f"unknown key {one.key}{nearest_key(one.key, known | set(groups))}"
     return None

@@ -43,14 +43,14 @@ class Launcher:
 class S3:
     """How to talk to an S3 store; null leaves it to the environment."""
 
-    endpoint: str | None
-    region: str | None
-    addressing: Literal["path", "virtual"] | None
-    ca_bundle: str | None
-    checksums: Literal["when_required", "when_supported"] | None
-    part_mib: int | None
-    parts_in_flight: int | None
-    deadline_s: float | None
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: Literal["path", "virtual"] | None = None
+    ca_bundle: str | None = None
+    checksums: Literal["when_required", "when_supported"] | None = None
+    part_mib: int | None = None
+    parts_in_flight: int | None = None
+    deadline_s: float | None = None
 
 
 @dataclass

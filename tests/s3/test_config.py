@@ -123,6 +123,11 @@ def test_a_key_in_the_config_is_refused_and_not_repeated(override):
     assert "verysecret" not in str(caught.value)
 
 
+def test_a_setting_of_an_object_store_without_one_says_what_is_missing():
+    with pytest.raises(ConfigError, match=r"^storage\.s3\.endpoint is for an object store: add storage=s3"):
+        load("train", ["storage.s3.endpoint=https://data-vip"])
+
+
 def test_a_key_in_an_address_is_refused_and_not_repeated():
     with pytest.raises((ConfigError, StorageError)) as caught:
         root_of("storage=s3", "storage.root=s3://AKIAEXAMPLE:verysecret@bucket/runs")
