@@ -26,7 +26,6 @@ from ckpt.writer.retry import retrying
 __all__ = ["Copied", "copy"]
 
 _RETRY_S = 60.0
-_THREADS = 4
 _BEAT = ".beat"
 # What may have grown or moved since the last copy; all else is written once.
 _MOVING = (f"{LOGS}/", f"{PINS}/")
@@ -192,7 +191,6 @@ class _Copy:
                 entry.name,
                 entry,
                 sink.write,
-                threads=_THREADS,
                 fresh=not sink.direct,
                 failed=sink.abandon,
             )
@@ -205,7 +203,7 @@ class _Copy:
 
     def _verifies(self, attempt: str, entry: FileEntry) -> bool:
         try:
-            read_chunks(self._dest, attempt, entry.name, entry, lambda *_: None, threads=_THREADS)
+            read_chunks(self._dest, attempt, entry.name, entry, lambda *_: None)
         except Corrupt:
             return False
         return True

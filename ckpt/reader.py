@@ -25,6 +25,7 @@ __all__ = ["FileFacts", "Want", "read_chunks", "read_verified"]
 
 _T = TypeVar("_T")
 _PAGE = mmap.PAGESIZE
+_THREADS = 4
 _RETRIES = 3
 _PATIENCE_S = 5.0
 _TRANSIENT = frozenset(
@@ -98,8 +99,8 @@ def read_verified(
     before a byte of it is copied out; one with another digest is read once more, as it may only have been
     damaged on its way. A want that covers a whole chunk gets it read straight
     into its own memory: targets are therefore landing memory, and hold rubbish after an error. Memory
-    beyond the targets: one chunk per thread, of which there are more than `threads` where the storage needs
-    that to be kept busy. With `direct` the page cache is passed by where the storage
+    beyond the targets: one chunk per thread, for object stores up to two; these get more than `threads`
+    where that keeps them busy. With `direct` the page cache is passed by where the storage
     allows it, and what had to be read through it is dropped from it again.
 
     Raises Corrupt (a file is missing, has another size, or a chunk has another digest: named with file,
@@ -127,16 +128,17 @@ def read_chunks(
     facts: FileFacts,
     take: Callable[[memoryview, int], None],
     *,
-    threads: int = 4,
+    threads: int | None = None,
     fresh: bool = False,
     failed: Callable[[], None] = lambda: None,
 ) -> None:
     """Read a whole file and give each chunk that has its digest to `take(block, start)`, in any order.
 
     A block starts on a page and is whole pages long: behind the file's end it is padded. Its memory is used
-    again once `take` returns, unless each is to have `fresh` memory. `take` is called in several threads;
-    when one of them fails `failed` is called, as another may be waiting in `take` for what that one was to
-    bring. Raises as `read_verified`, and what `take` raises.
+    again once `take` returns, unless each is to have `fresh` memory. `take` is called in several threads, as
+    many as keep the storage busy if `threads` doesn't say; each takes up to two chunks of memory. When one of
+    them fails `failed` is called, as another may be waiting in `take` for what that one was to bring. Raises
+    as `read_verified`, and what `take` raises.
     """
     source = _Source(store, attempt, name, facts, direct=True)
 
@@ -151,7 +153,7 @@ def read_chunks(
             raise
 
     try:
-        _run(range(len(facts.chunks)), do, max(threads, source.parallel))
+        _run(range(len(facts.chunks)), do, max(_THREADS, source.parallel) if threads is None else threads)
     finally:
         source.close()
 

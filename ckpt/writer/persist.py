@@ -23,6 +23,7 @@ from ckpt.writer.save import Save
 from ckpt.writer.throttle import Throttle
 
 CHUNK = digest.CHUNK
+_CONFIRMING = 4
 
 
 class Persister:
@@ -111,7 +112,7 @@ class Persister:
             save.pause(self.throttle.reserve(len(block)))
 
         try:
-            read_chunks(self.store, save.attempt, entry.name, entry, take, threads=self.options.threads)
+            read_chunks(self.store, save.attempt, entry.name, entry, take, threads=_CONFIRMING)
         except Corrupt as error:
             cause = OSError(errno.EAGAIN, "the storage holds something else than was written")
             raise StorageError(f"{cause.strerror}: {error}") from cause
