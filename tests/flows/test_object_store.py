@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 
 import pytest
 
@@ -77,6 +78,21 @@ def test_a_store_that_takes_no_more_stops_the_run_with_its_reason_and_a_code(pro
     assert "newest step 5" in done.out
     assert "python -m flows.resume run=wren" in done.out
     assert done.err == ""
+
+
+@pytest.mark.long
+def test_the_demo_tells_its_story_on_an_object_store_of_its_own_and_leaves_none_behind(project):
+    told = project.cli("demo_s3", "model=mlp", "data=digits", "checkpoint.when_busy=wait", timeout=280)
+    assert told.code == 0, told
+    assert "killing the trainer on purpose" in told.out
+    assert re.search(r"resume from step \d+ \(verified\)", told.out)
+    assert "equal bit for bit to the uninterrupted run" in told.out
+    assert re.search(r"in the bucket: s3://runs/demo/\S+, \d+ objects", told.out)
+    assert "on this disk:  nothing of the run" in told.out
+    assert local(project) == LOCAL | {".prefect"}
+    endpoint = re.search(r"SeaweedFS at http://127\.0\.0\.1:(\d+)", told.out)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(endpoint[1])), timeout=5)
 
 
 @pytest.mark.parametrize(

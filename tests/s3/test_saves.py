@@ -85,8 +85,9 @@ def test_a_store_that_says_slow_down_three_times_costs_time_and_no_checkpoint(ru
 
 
 def test_a_store_that_says_nothing_but_slow_down_stops_the_run_and_leaves_older_checkpoints(
-    run_uri, opened, proxy
+    run_uri, opened, proxy, monkeypatch
 ):
+    monkeypatch.setenv("CKPT_S3_DEADLINE_S", "1")
     proxy.inject(faults.SLOW_DOWN, "put|part|begin", key=r"step-00000000[4-9]-.*" + SHARD)
     toy = Toy()
     manager = opened(toy.state, max_failed_saves=2)
