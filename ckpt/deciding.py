@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckpt.overhead import Slowdown
 from ckpt.policies import Now, SavePolicy
 from ckpt.settling import Settler
-from ckpt.stats import SaveStats, Tally
+from ckpt.stats import SaveCosts, SaveStats, Tally
 from ckpt.team import Decision, Team
 
 # What a save costs is the median of so many: one that met a bad moment is no reason to save less often.
@@ -99,7 +99,7 @@ class Decider:
 
     def _measure(self) -> None:
         """Take in the time since the last decision: one training step."""
-        now, held = self._clock(), self._tally.now.held_s
+        now, held = self._clock(), self._tally.held_s
         if self._stepped_at is None:
             self._stepped_at = now
         elif not self._warm:
@@ -115,9 +115,10 @@ class Decider:
 
     def _newest_cost(self) -> _Cost | None:
         """What was lost since the last save began; None if nothing has been committed since."""
-        then, now = self._at_begin, self._tally.now
-        if then is None or now.committed == then.committed:
+        then = self._at_begin
+        if then is None or self._tally.get("committed") == then.committed:
             return None
+        now = self._tally.now
         return _Cost(now.held_s - then.held_s, now.slowed_s - then.slowed_s)
 
     def _cost_s(self) -> float | None:
@@ -129,15 +130,16 @@ class Decider:
         return median(cost.held for cost in costs) + max(0.0, slowed)
 
     def _now(self, step: int, previous: int | None) -> Now:
-        now = self._tally.now
+        get = self._tally.get
+        last: SaveCosts | None = get("last")
         return Now(
             step=step,
             previous_step=previous,
             since_last_s=self._clock() - self._last_began,
             in_flight=self._promised or bool(self._settler.in_flight()),
             cost_s=self._cost_s(),
-            durable_s=now.last.durable_s if now.last else None,
-            spent_s=now.lost_s,
-            trained_s=now.trained_s,
+            durable_s=last.durable_s if last else None,
+            spent_s=self._tally.held_s + max(0.0, get("slowed_s")),
+            trained_s=get("trained_s"),
             failed=self._settler.bad_in_a_row > 0,
         )

@@ -8,11 +8,14 @@ in-place operations move (but `.data` writes and fused optimizers don't), are co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from ckpt.gather import Gather
 
 PLACES = 256
 WIDTH = 64
@@ -21,10 +24,30 @@ _version = attrgetter("_version")
 
 
 class Taken(NamedTuple):
-    """What the state looked like at the call: sampled bytes on their device(s), version counters."""
+    """What the state looked like at the call: sampled bytes of the host and of each device, version
+    counters.
+    """
 
-    samples: tuple[Tensor, ...]
+    samples: tuple[bytes | Tensor, ...]
     versions: list[int]
+
+
+class _Place(NamedTuple):
+    """One place, as uint8[up to 64] of the live memory and of its copy; `number` of its tensor."""
+
+    number: int
+    live: Tensor
+    copy: Tensor
+
+
+class _Samples(Protocol):
+    """The places of one device."""
+
+    def take(self) -> bytes | Tensor:
+        """What lies at all live places now; on CUDA the read is queued on the current stream."""
+
+    def differing(self, taken: bytes | Tensor) -> int | None:
+        """The number of a tensor whose copy is not what was taken, or None. May wait for CUDA."""
 
 
 class Guard:
@@ -38,23 +61,17 @@ class Guard:
         step = -(-len(sources) // VERSIONS) or 1
         self._versioned = list(sources[::step])
         self._versioned_keys = list(keys[::step])
-        self._places: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
-        flat = [i for i, s in enumerate(sources) if s.is_contiguous() and s.numel() and not _lazy_bits(s)]
-        total = sum(sources[i].nbytes for i in flat)
-        spacing = max(1, total // PLACES)
-        at, due = 0, 0
-        for i in flat:
-            live, copy = _as_bytes(sources[i]), _as_bytes(copies[i])
-            while due < at + len(live):
-                start = max(0, min(due - at, len(live) - WIDTH))
-                place = (i, live[start : start + WIDTH], copy[start : start + WIDTH])
-                self._places.setdefault(live.device, []).append(place)
-                due += spacing
-            at += len(live)
+        by_device: dict[torch.device, list[_Place]] = {}
+        for place in _places(sources, copies):
+            by_device.setdefault(place.live.device, []).append(place)
+        self._samples: list[_Samples] = [
+            _OnHost(places) if device.type == "cpu" else _OnDevice(places)
+            for device, places in by_device.items()
+        ]
 
     def take(self) -> Taken:
         """Read the samples and versions now; on CUDA the read is queued on the current stream."""
-        samples = tuple(torch.cat([live for _, live, _ in places]) for places in self._places.values())
+        samples = tuple(samples.take() for samples in self._samples)
         return Taken(samples, list(map(_version, self._versioned)))
 
     def written_to(self, taken: Taken) -> str | None:
@@ -74,20 +91,68 @@ class Guard:
         """The tensor whose copy is not what `take` saw, or None; to be asked when all is copied. May
         wait for CUDA.
         """
-        for sample, places in zip(taken.samples, self._places.values(), strict=True):
-            then, now = sample.cpu(), torch.cat([copy for _, _, copy in places])
-            if not torch.equal(then, now):
-                return self._keys[self._first_difference(then, now, places)]
+        for samples, then in zip(self._samples, taken.samples, strict=True):
+            if (number := samples.differing(then)) is not None:
+                return self._keys[number]
         return None
 
-    @staticmethod
-    def _first_difference(then: Tensor, now: Tensor, places: list[tuple[int, Tensor, Tensor]]) -> int:
-        at = 0
-        for i, live, _ in places:
-            if not torch.equal(then[at : at + len(live)], now[at : at + len(live)]):
-                return i
+
+class _OnHost:
+    """Places in the host's memory, read without touching a tensor of any of them."""
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._places = places  # keeps the memory there, whatever becomes of the tensors
+        self._ends = list(accumulate(len(place.live) for place in places))
+        self._live = Gather([(place.live.data_ptr(), len(place.live)) for place in places])
+        self._copies = Gather([(place.copy.data_ptr(), len(place.copy)) for place in places])
+
+    def take(self) -> bytes:
+        return self._live.read()
+
+    def differing(self, taken: bytes | Tensor) -> int | None:
+        now = self._copies.read()
+        if now == taken:
+            return None
+        at = next(i for i, (then, new) in enumerate(zip(taken, now, strict=True)) if then != new)
+        return next(place.number for place, end in zip(self._places, self._ends, strict=True) if at < end)
+
+
+class _OnDevice:
+    """Places in a device's memory."""
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._places = places
+
+    def take(self) -> Tensor:
+        return torch.cat([place.live for place in self._places])
+
+    def differing(self, taken: bytes | Tensor) -> int | None:
+        assert isinstance(taken, Tensor)
+        then, at = taken.cpu(), 0
+        if torch.equal(then, torch.cat([place.copy for place in self._places])):
+            return None
+        for number, live, copy in self._places:
+            if not torch.equal(then[at : at + len(live)], copy):
+                return number
             at += len(live)
-        return places[0][0]
+        return None
+
+
+def _places(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> list[_Place]:
+    """At equal distances through all that is contiguous, each on one cache line where it can be."""
+    flat = [i for i, s in enumerate(sources) if s.is_contiguous() and s.numel() and not _lazy_bits(s)]
+    spacing = max(1, sum(sources[i].nbytes for i in flat) // PLACES)
+    found: list[_Place] = []
+    at, due = 0, 0
+    for i in flat:
+        live, copy = _as_bytes(sources[i]), _as_bytes(copies[i])
+        while due < at + len(live):
+            start = due - at - (live.data_ptr() + due - at) % WIDTH
+            start = max(0, min(start, len(live) - WIDTH))
+            found.append(_Place(i, live[start : start + WIDTH], copy[start : start + WIDTH]))
+            due += spacing
+        at += len(live)
+    return found
 
 
 def _lazy_bits(tensor: Tensor) -> bool:

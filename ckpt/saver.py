@@ -52,7 +52,9 @@ class Saver:
         self._plan: Future[Plan] | None = None
         self._plans = 0
         self._current: Plan | None = None
+        # Both are the training thread's: what its optimizer, and any other change, has to wait for.
         self._staging: list[Attempt] = []
+        self._unstaged: list[Attempt] = []
         self._pointers_move = False
         self._slots_change = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -119,6 +121,7 @@ class Saver:
         start = time.perf_counter()
         attempt = Attempt(name, step, slot, metrics=dict(metrics), lead=lead)
         self._staging = [a for a in self._staging if not a.staged.is_set()]
+        self._unstaged = [a for a in self._unstaged if not a.staged.is_set()]
         try:
             self._capture(attempt)
         except BaseException as error:
@@ -129,6 +132,7 @@ class Saver:
             raise
         self._settler.add(attempt)
         self._staging.append(attempt)
+        self._unstaged.append(attempt)
         self._jobs.put(lambda: self._stage(attempt))
         attempt.stall_s = time.perf_counter() - start
         return attempt
@@ -169,9 +173,11 @@ class Saver:
 
     def wait_staged(self) -> None:
         """Return when nothing reads the live state any more."""
-        self.join()
-        for attempt in self._settler.in_flight():
-            attempt.staged.wait()
+        if self._unstaged:
+            self.join()
+            for attempt in self._unstaged:
+                attempt.staged.wait()
+            self._unstaged = []
 
     def close(self) -> None:
         """End the staging thread and give the arenas back; nothing may be in flight."""

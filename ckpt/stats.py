@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -33,7 +34,7 @@ class Costs:
         return {name: getattr(self, name) for name in _AMOUNTS}
 
 
-_AMOUNTS = tuple(field.name for field in fields(Costs))
+_AMOUNTS = tuple(each.name for each in fields(Costs))
 # Lost at once and whatever becomes of the save; all else counts once it is committed.
 _AT_ONCE = ("stall_s", "join_s")
 
@@ -78,26 +79,44 @@ class SaveStats(Costs):
         return 100 * self.held_s / self.trained_s if self.trained_s else None
 
 
-@dataclass
 class Tally:
-    """The statistics as several threads write them."""
+    """The statistics as several threads write them.
 
-    _now: SaveStats = field(default_factory=SaveStats)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    Training adds to them at every step, when all of this is out of the processor's cache: a snapshot is
+    made for whoever asks for one.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Any] = {each.name: each.default for each in fields(SaveStats)}
+        self._lock = threading.Lock()
 
     @property
     def now(self) -> SaveStats:
         """A snapshot."""
-        return self._now
+        with self._lock:
+            return SaveStats(**self._counts)
+
+    def get(self, name: str) -> Any:
+        """One of the statistics."""
+        return self._counts[name]
+
+    @property
+    def held_s(self) -> float:
+        """`SaveStats.held_s`."""
+        return float(self._counts["stall_s"] + self._counts["join_s"])
 
     def add(self, **counts: float) -> None:
         """Add to counters."""
         with self._lock:
-            self._now = replace(self._now, **{k: getattr(self._now, k) + v for k, v in counts.items()})
+            self._add(counts)
 
     def committed(self, costs: SaveCosts) -> None:
         """Count a committed save."""
         later = {name: value for name, value in costs.amounts().items() if name not in _AT_ONCE}
-        self.add(committed=1, backlog=-1, **later)
         with self._lock:
-            self._now = replace(self._now, last=costs)
+            self._add({"committed": 1, "backlog": -1, **later})
+            self._counts["last"] = costs
+
+    def _add(self, counts: Mapping[str, float]) -> None:
+        for name, more in counts.items():
+            self._counts[name] += more

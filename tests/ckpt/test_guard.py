@@ -1,3 +1,6 @@
+import gc
+import os
+
 import torch
 
 from ckpt.guard import PLACES, Guard
@@ -31,8 +34,31 @@ def test_writing_in_place_is_seen_by_the_version_wherever_it_hits():
 
 
 def test_places_are_bounded_and_spread():
-    _, guard = pair(*[torch.zeros(1000) for _ in range(3000)])
-    (sample,) = guard.take().samples
+    tensors, guard = pair(*[torch.zeros(1000) for _ in range(3000)])
+    (sample,) = before = guard.take().samples
     assert len(sample) <= (PLACES + 2) * 64
-    keys = {index for index, _, _ in guard._places[torch.device("cpu")]}
-    assert len(keys) > PLACES // 2 and max(keys) > 2800
+    seen = []
+    for index in range(3000):
+        tensors[index].data[:] = 1
+        if guard.take().samples != before:
+            seen.append(index)
+            before = guard.take().samples
+    assert len(seen) > PLACES // 2 and max(seen) > 2800
+
+
+def test_memory_that_was_exchanged_is_still_readable_and_the_difference_is_named():
+    live, copy = torch.ones(100_000), torch.ones(100_000)
+    guard = Guard(["t"], [live], [copy])
+    live.data = torch.zeros(100_000)
+    taken = guard.take()
+    assert guard.differs(taken) is None
+    copy[:] = 0
+    assert guard.differs(taken) == "t"
+
+
+def test_a_guard_gives_its_descriptors_back():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        pair(torch.zeros(1000))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
