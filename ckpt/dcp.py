@@ -83,3 +83,13 @@ def refresh(piece: Piece, tensor: Tensor) -> Tensor:
     """
     source = local_part(tensor)
     return source.view(piece.slice.shape) if source.shape != piece.slice.shape else source
+
+
+def still_fits(piece: Piece, tensor: Tensor) -> bool:
+    """Whether a tensor still is what a piece of it was planned for."""
+    planned = piece.slice
+    return (
+        tuple(tensor.shape) == planned.global_shape
+        and dtype_name(tensor.dtype) == planned.dtype
+        and local_part(tensor).numel() == piece.source.numel()
+    )

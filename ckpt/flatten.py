@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from ckpt.errors import StateError
 from ckpt.module_names import clean_key, clean_paths
 from ckpt.tensor_kinds import is_dtensor, refuse_unstorable, same_memory
-from ckpt.values import TensorRef
+from ckpt.values import TensorRef, encode
 from ckpt.watch import Watch
 
 Kind = Literal["step", "call"]
@@ -60,12 +60,17 @@ class Collected(NamedTuple):
     values: dict[str, Any]
 
 
+class Restructured(Exception):  # noqa: N818
+    """The state has another structure than when it was flattened."""
+
+
 Source = Callable[[Collected], None]
 
 
 @dataclass(eq=False)
 class Flat:
-    """A flattened state: `tensors` has each memory once, `aliases` the other keys of the same memory.
+    """A flattened state: `tensors` has each memory once, `aliases` the other keys of the same memory and
+    `aliasing` the tensors behind those keys.
 
     `quick` watches what may look changed while a forward runs (a functional call swaps parameters for
     a while), and what changes most often; it is for the training thread. `thorough` watches the rest:
@@ -74,6 +79,7 @@ class Flat:
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    aliasing: dict[str, Tensor] = field(default_factory=dict)
     static: dict[str, Any] = field(default_factory=dict)
     quick: Watch = field(default_factory=Watch)
     thorough: Watch = field(default_factory=Watch)
@@ -89,6 +95,7 @@ class Flat:
         """Evaluate buffers, param groups, `state_dict`s of other objects and plain values as they are now.
 
         Returns the "call" tensors by key (live, not copied) and the values by entry name (not encoded).
+        Raises Restructured if a tensor is where none was, or none where one was.
         """
         now = Collected({}, {})
         for source in self._sources:
@@ -106,22 +113,28 @@ class Flat:
 def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
     """Flatten modules, optimizers, objects with `state_dict`/`load_state_dict` and plain values.
 
-    Raises StateError, naming the entry, for a tensor that can't be stored or two things with one name.
+    Raises StateError, naming the entry, for a tensor or a value that can't be stored, or two things with one
+    name.
     """
     flat = Flat()
     known: dict[tuple[Any, ...], str] = {}
     names: dict[int, tuple[str, str]] = {}
     for entry, thing in state.items():
         if isinstance(thing, nn.Module):
+            flat.quick.add(state, entry, thing)
             _flatten_module(flat, entry_name(entry, thing, rank), thing, known, names)
     for entry, thing in state.items():
         prefix = entry_name(entry, thing, rank)
         if isinstance(thing, Optimizer):
+            flat.quick.add(state, entry, thing)
             _flatten_optimizer(flat, prefix, thing, known, names)
         elif not isinstance(thing, nn.Module):
             flat._sources.append(_object_source(state, entry, prefix))
     flat.quick.add_size(state)
-    for key, tensor in flat.collect().tensors.items():
+    now = flat.collect()
+    for entry, value in now.values.items():
+        encode(value, entry)  # what can't be stored is named before training goes on, not at the first save
+    for key, tensor in now.tensors.items():
         if key in flat.tensors:
             raise StateError(f"two tensors of the state are both named {key!r}: rename one of the entries")
         refuse_unstorable(key, tensor)
@@ -183,6 +196,7 @@ def _add(flat: Flat, key: str, tensor: Tensor, kind: Kind, known: dict[tuple[Any
     memory = same_memory(tensor)
     if memory in known:
         flat.aliases[key] = known[memory]
+        flat.aliasing[key] = tensor
         return False
     known[memory] = key
     flat.tensors[key] = TensorEntry(key, tensor, kind, "/rank-" in key)
@@ -230,6 +244,7 @@ def _flatten_module(
             if memory in known and value.numel():
                 flat.quick.add(holder, name, value)
                 flat.aliases[key] = known[memory]
+                flat.aliasing[key] = value
             else:
                 known[memory] = key
                 buffers.append((key, holder, name))
@@ -251,7 +266,10 @@ def _module_source(
 ) -> Source:
     def source(now: Collected) -> None:
         for key, holder, name in buffers:
-            now.tensors[key] = holder[name].detach()
+            buffer = holder.get(name)
+            if buffer is None:
+                raise Restructured(key)
+            now.tensors[key] = buffer.detach()
         values: dict[str, Any] = {}
         if extra:
             got = {path: module.get_extra_state() for path, module in extra}
@@ -283,10 +301,19 @@ def _flatten_optimizer(
     }
     plain: list[tuple[str, dict[str, Any], list[str]]] = []
     nested: list[tuple[str, dict[str, Any]]] = []
+    # `load_state_dict` puts new containers in the place of both.
+    own = vars(optimizer)
+    for name in ("state", "param_groups"):
+        if name in own:
+            flat.quick.add(own, name, own[name])
     flat.quick.add_size(optimizer.state)
     flat.quick.add_size(optimizer.param_groups)
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         flat.quick.add_size(group["params"])
+        flat.thorough.add(optimizer.param_groups, index, group)
+        flat.thorough.add(group, "params", group["params"])
+        for place, parameter in enumerate(group["params"]):
+            flat.thorough.add(group["params"], place, parameter)
     for p, slots in optimizer.state.items():
         fqn = fqns.get(id(p)) or (p if isinstance(p, str) else None)
         if fqn is None:
@@ -321,6 +348,9 @@ def _optimizer_source(
         slots: dict[str, Any] = {
             fqn: {name: holder[name] for name in others} for fqn, holder, others in plain
         }
+        for fqn, values in slots.items():
+            if any(isinstance(value, Tensor) for value in values.values()):
+                raise Restructured(fqn)
         slots.update({fqn: extract(tree, f"{prefix}.state.{fqn}", now.tensors) for fqn, tree in nested})
         now.values[prefix] = {
             "param_groups": extract(groups, f"{prefix}.param_groups", now.tensors),

@@ -19,7 +19,7 @@ from typing import Any
 from ckpt import faults
 from ckpt.attempts import Attempt
 from ckpt.errors import CheckpointError, StateError, StorageError
-from ckpt.flatten import flatten
+from ckpt.flatten import Restructured, flatten
 from ckpt.planning import Arenas, Plan, make_plan
 from ckpt.settling import Settler
 from ckpt.staging import Stage
@@ -124,16 +124,17 @@ class Saver:
         self._unstaged = [a for a in self._unstaged if not a.staged.is_set()]
         try:
             self._capture(attempt)
+            self._settler.add(attempt)
+            self._staging.append(attempt)
+            self._unstaged.append(attempt)
+            self._jobs.put(lambda: self._stage(attempt))
         except BaseException as error:
-            attempt.go_wrong("failed", str(error))
+            # Ctrl-C, too: an attempt that was counted has to end, and nobody may wait for it for ever.
+            attempt.go_wrong("failed", str(error) or type(error).__name__)
             self._settler.add(attempt)
             self._settler.follow(attempt)
             self._settler.staged(attempt)
             raise
-        self._settler.add(attempt)
-        self._staging.append(attempt)
-        self._unstaged.append(attempt)
-        self._jobs.put(lambda: self._stage(attempt))
         attempt.stall_s = time.perf_counter() - start
         return attempt
 
@@ -205,9 +206,9 @@ class Saver:
             # Looked at in the background as a rule; a state that changes there is looked at here
             # from then on.
             same = flat.quick.same() and (not self._slots_change or flat.thorough.same())
-            if same and (not self._pointers_move or stage.refresh()):
-                now = plan.flat.collect()
-                if plan.flat.fits(now):
+            moved = self._pointers_move or stage.seems_moved()
+            with suppress(Restructured):
+                if same and (not moved or stage.refresh()) and flat.fits(now := flat.collect()):
                     return plan, now
             if self._team.group is not None:
                 # Planning is a collective: it has to be agreed on first.
@@ -258,6 +259,10 @@ class Saver:
         stage, writer = plan.stages[attempt.slot], self._settler.writer
         taken = attempt.taken
         assert taken is not None
+        if key := stage.moved():
+            self._pointers_move = True
+            attempt.go_wrong("changed", f"{key} moved to other memory before it was copied")
+            return
         self._arenas.touch(attempt.slot)
         begun = time.perf_counter()
         writer.begin(attempt.name, plan.layout, not stage.announced, attempt.slot, plan.tensors)

@@ -17,14 +17,14 @@ from torch import Tensor
 from ckpt import faults
 from ckpt.arena import Arena
 from ckpt.byte_copies import bytes_of, copies_as_bytes
-from ckpt.dcp import Piece, refresh
+from ckpt.dcp import Piece, refresh, still_fits
 from ckpt.flatten import Flat
 from ckpt.guard import Guard, Taken
 from ckpt.layout import Placed, ShardLayout
-from ckpt.tensor_kinds import is_dtensor, local_part
+from ckpt.tensor_kinds import same_memory
+from ckpt.whereabouts import Whereabouts
 
 _BATCH = 32 << 20
-_pointer = Tensor.data_ptr
 
 
 class Stage:
@@ -39,6 +39,7 @@ class Stage:
         by_slice = {id(piece.slice): piece for piece in pieces}
         self._kinds = {key: entry.kind for key, entry in flat.tensors.items()}
         self._tensors = {key: entry.tensor for key, entry in flat.tensors.items()}
+        self._aliases, self._aliasing = flat.aliases, flat.aliasing
         self._pieces: list[Piece] = []
         self._targets: list[Tensor] = []
         self._at_call: list[int] = []
@@ -102,13 +103,15 @@ class Stage:
         if self._cuda is not None:
             self._cuda.join()
 
+    def seems_moved(self) -> bool:
+        """Whether tensors lie in other memory than planned, as far as the training thread can see at once."""
+        return self._where.seems_moved()
+
     def moved(self) -> str | None:
-        """The key of a tensor that lies in other memory than planned (`.data =`, `module.to`), or None."""
-        for live, pointers, keys in self._live:
-            now = list(map(_pointer, live))
-            if now != pointers:
-                return next(k for k, then, ptr in zip(keys, pointers, now, strict=True) if then != ptr)
-        return None
+        """The key of a tensor that lies in other memory than planned (`.data =`, `module.to`) or has another
+        shape, or None.
+        """
+        return self._where.moved()
 
     def live_complaint(self, taken: Taken) -> str | None:
         """Why the live state is not that of the call any more, or None. To be asked before the
@@ -126,15 +129,22 @@ class Stage:
         return f"{key} changed while it was copied" if key else None
 
     def refresh(self) -> bool:
-        """Look the memory of moved tensors up again; False if a shape or dtype has changed as well."""
+        """Look the memory of moved tensors up again; False if a shape, a dtype or an alias has changed as
+        well.
+        """
+        if any(same_memory(t) != same_memory(self._owner(key)) for key, t in self._aliasing.items()):
+            return False
         for i in self._rest:
             piece = self._pieces[i]
-            source = local_part(self._tensors[piece.slice.key])
-            if source.dtype != piece.source.dtype or source.numel() != piece.source.numel():
+            tensor = self._tensors[piece.slice.key]
+            if not still_fits(piece, tensor):
                 return False
-            self._sources[i] = refresh(piece, self._tensors[piece.slice.key])
+            self._sources[i] = refresh(piece, tensor)
         self._look()
         return True
+
+    def _owner(self, alias: str) -> Tensor:
+        return self._tensors[self._aliases[alias]]
 
     def _look(self) -> None:
         """Take the live memory as it is now for what is to be copied."""
@@ -147,13 +157,7 @@ class Stage:
         self._guard = Guard(
             keys, [self._sources[i] for i in self._rest], [self._targets[i] for i in self._rest]
         )
-        self._live: list[tuple[list[Tensor], list[int], list[str]]] = []
-        for spread in (False, True):
-            mine = [k for k in keys if is_dtensor(self._tensors[k]) is spread]
-            live = [self._tensors[k] for k in mine]
-            # A DTensor's local tensor is the one that moves; FSDP2 swaps what it holds only by way of it.
-            live = [getattr(t, "_local_tensor", t) for t in live] if spread else live
-            self._live.append((live, list(map(_pointer, live)), mine))
+        self._where = Whereabouts({key: self._tensors[key] for key in keys}, self._aliasing)
 
 
 def _target(arena: Arena, placed: Placed, dtype: torch.dtype) -> Tensor:
