@@ -8,6 +8,7 @@ Here one table holds all addresses, and one system call follows them.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import weakref
 from collections.abc import Sequence
@@ -43,7 +44,13 @@ class Gather:
 
     def read(self) -> bytes:
         """What lies at all places now, one after the other. Raises OSError if one is no memory any more."""
-        if self._pwritev(self._fd, self._table, len(self._table), 0) != self.nbytes:
-            code = ctypes.get_errno()
-            raise OSError(code, f"memory that was to be looked at could not be read: {os.strerror(code)}")
+        done = self._pwritev(self._fd, self._table, len(self._table), 0)
+        if done != self.nbytes:
+            # Only a call that wrote nothing sets errno.
+            code = ctypes.get_errno() if done < 0 else errno.EFAULT
+            raise OSError(
+                code,
+                f"memory that was to be looked at could not be read: {os.strerror(code)} after "
+                f"{max(0, done)} of {self.nbytes} bytes (was a storage of the state freed or resized?)",
+            )
         return os.pread(self._fd, self.nbytes, 0)
