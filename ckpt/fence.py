@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.errors import Corrupt, Fenced
+from ckpt.errors import Corrupt, Fenced, StorageError
 from ckpt.names import LAUNCHES, launch_file, parse_launch
 from ckpt.sealed import parse_object
 from ckpt.store import Store
@@ -20,9 +20,18 @@ def launch_numbers(store: Store) -> list[int]:
 
 
 def assert_not_fenced(store: Store, number: int) -> None:
-    """Raise Fenced if a launch higher than `number` has been opened; StorageError if that can't be seen."""
+    """Raise Fenced if a launch higher than `number` has been opened; StorageError if that can't be seen.
+
+    A listing without any launch is no answer: whoever writes to a run has launched it, and a store may answer
+    a failed listing with an empty one.
+    """
     numbers = launch_numbers(store)
-    if not numbers or numbers[-1] <= number:
+    if not numbers:
+        raise StorageError(
+            f"{store.uri}/{LAUNCHES} shows no launch at all, not even the one that asks: the run was removed, "
+            "or its storage does not list it"
+        )
+    if numbers[-1] <= number:
         return
     info = read_record(store, launch_file(numbers[-1])) or {}
     raise Fenced(

@@ -347,10 +347,16 @@ def test_when_numbers_have_run_out_that_is_said(run):
         begin(run)
 
 
+def test_a_listing_without_any_launch_is_no_permission_to_write(run):
+    with pytest.raises(StorageError, match="shows no launch at all"):
+        assert_not_fenced(run.store, 1)
+
+
 def test_a_parent_from_another_run_never_leads_into_this_runs_own_launches(run, tmp_path):
     other = open_run(tmp_path / "other")
     making.launch(other, 1)
     foreign = making.checkpoint(other, 30)
+    making.launch(run, 1)
     own = making.checkpoint(run, 5)
     launch = begin(run)
     record_parent(run, launch, foreign)

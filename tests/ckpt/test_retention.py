@@ -67,6 +67,8 @@ def test_h3_file_times_mean_nothing(run, order):
 
 def test_h5_retention_touches_its_own_run_only(tmp_path):
     a, b = making.run_at(tmp_path / "a"), making.run_at(tmp_path / "a-2")
+    for run in (a, b):
+        making.launch(run, 1)
     for step in (5, 10, 15):
         making.checkpoint(a, step)
     before = making.tree_digest(tmp_path / "a")
