@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ckpt.byte_copies import lazy_bits
 from ckpt.gather import Gather
 
 PLACES = 256
@@ -186,7 +187,7 @@ def _places(sources: Sequence[Tensor]) -> list[_Place]:
     through all of them by their bytes.
     """
     # The bytes of a lazily conjugated or negated tensor are not those of its copy.
-    filled = [i for i, s in enumerate(sources) if s.numel() and not s.is_conj() and not s.is_neg()]
+    filled = [i for i, s in enumerate(sources) if s.numel() and not lazy_bits(s)]
     chosen = _evenly(filled, PLACES)
     found = [_place(i, sources[i], sources[i].numel() // 2) for i in chosen]
     ends = list(accumulate(sources[i].nbytes for i in filled))

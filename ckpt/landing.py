@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ckpt.byte_copies import bytes_of, lazy_bits
 from ckpt.huge_pages import private_memory
 from ckpt.manifest import Manifest, SliceEntry, TensorInfo
 from ckpt.reader import Want
@@ -97,7 +98,7 @@ def land(pieces: Sequence[Piece]) -> tuple[list[Want], list[Copy]]:
     landing: list[_Stretch] = []
     for stretch in (s for piece in pieces if piece.into.numel() for s in _stretches(piece)):
         if _takes_bytes(stretch.piece):
-            wants.append(_want(stretch, _bytes_of(stretch.piece.into)))
+            wants.append(_want(stretch, bytes_of(stretch.piece.into).data))
         else:
             landing.append(stretch)
     groups, size = _groups(landing)
@@ -199,16 +200,12 @@ def _groups(stretches: Sequence[_Stretch]) -> tuple[list[_Group], int]:
 
 def _takes_bytes(piece: Piece) -> bool:
     into = piece.into
-    plain = into.device.type == "cpu" and into.is_contiguous() and not into.is_conj() and not into.is_neg()
+    plain = into.device.type == "cpu" and into.is_contiguous() and not lazy_bits(into)
     return plain and not piece.live and into.dtype == piece.dtype
 
 
 def _want(stretch: _Stretch, into: memoryview) -> Want:
     return Want(stretch.piece.file, stretch.start, stretch.end, into, stretch.run, stretch.pitch)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _copy(piece: Piece, data: Tensor) -> Copy:
@@ -217,6 +214,6 @@ def _copy(piece: Piece, data: Tensor) -> Copy:
     for dim, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
         if size > 1 and stride == 0:
             into, data = into.narrow(dim, 0, 1), data.narrow(dim, 0, 1)
-    if into.dtype == data.dtype and into.dtype.itemsize == 1:
+    if into.dtype == data.dtype and into.dtype.itemsize == 1 and not lazy_bits(into):
         into, data = into.view(torch.uint8), data.view(torch.uint8)
     return Copy(into, data, piece.live)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +13,7 @@ from ckpt.manifest import Manifest
 from ckpt.module_names import clean_key, clean_paths
 from ckpt.restore_optimizer import match_optimizer
 from ckpt.restore_plan import Like, RestorePlan, fresh_like, referenced
+from ckpt.restore_write import write
 
 __all__ = ["match_state"]
 
@@ -96,12 +96,7 @@ def _add_tied(plan: RestorePlan, key: str, tensor: Tensor, aliases: list[str]) -
         if plan.fill(alias, plan.stored_name(alias) or alias, other, live=False):
             plan.same.append((alias, key))
     landed = plan.targets[key].tensor
-
-    def copy() -> None:
-        with torch.no_grad():
-            tensor.detach().copy_(landed)
-
-    plan.actions.append((key, copy))
+    plan.actions.append((key, lambda: write(tensor, landed)))
 
 
 def _match_module_values(

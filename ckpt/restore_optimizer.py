@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ckpt.restore_plan import Like, RestorePlan, referenced
+from ckpt.restore_write import write
 
 __all__ = ["IMPLEMENTATION", "match_optimizer"]
 
@@ -218,6 +219,6 @@ def _assign(optimizer: Optimizer, params: Sequence[_Param], groups: Sequence[dic
         for option, value in options.items():
             if isinstance(group[option], Tensor):
                 # In place: a captured graph or a compiled step may hold this very tensor.
-                group[option].copy_(value)
+                write(group[option], value)
             else:
                 group[option] = value

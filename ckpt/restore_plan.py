@@ -5,31 +5,25 @@ Nothing here touches the live state before `RestorePlan.apply`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ckpt import values
-from ckpt.byte_copies import bytes_of, copies_as_bytes
 from ckpt.differences import Difference
 from ckpt.errors import Corrupt, StateError
 from ckpt.flatten import put_back
 from ckpt.landing import Copy, Piece, land, torch_dtype, whole_pieces
 from ckpt.manifest import Manifest, TensorInfo
 from ckpt.reader import read_verified
+from ckpt.restore_write import write_all
 from ckpt.store import Store
 from ckpt.tensor_kinds import dtype_name, is_dtensor, local_part
 
 __all__ = ["Like", "RestorePlan", "Target", "fresh_like", "referenced"]
-
-_COPIERS = 8
 
 Like = Tensor | torch.device | None
 """Where a new tensor is to lie: beside another one and sharded like it, on a device, or on the CPU."""
@@ -128,7 +122,7 @@ class RestorePlan:
         wants, copies = land(list(self._pieces()))
         files = {entry.name: entry for entry in self.manifest.files}
         nbytes = read_verified(store, self.manifest.attempt, files, wants, threads=threads)
-        _make([copy for copy in copies if not copy.live])
+        write_all([copy for copy in copies if not copy.live])
         self._copies = [copy for copy in copies if copy.live]
         return nbytes
 
@@ -141,7 +135,8 @@ class RestorePlan:
         ]
 
     def apply(self) -> None:
-        """Change the live state, after `read`. Raises StateError naming an entry that refuses its state.
+        """Change the live state, after `read`. Raises StateError naming an entry that refuses its state, or
+        if a tensor can't be written.
 
         Objects that may refuse come first, so that a refusal leaves as much as possible as it was.
         """
@@ -153,7 +148,13 @@ class RestorePlan:
                     f"{entry!r} did not take its state from {self.manifest.attempt} "
                     f"({type(error).__name__}: {error}); the state may now be mixed: do not train on it"
                 ) from error
-        _make(self._copies)
+        try:
+            write_all(self._copies)
+        except Exception as error:
+            raise StateError(
+                f"a tensor could not be filled from {self.manifest.attempt} "
+                f"({type(error).__name__}: {error}); the state may now be mixed: do not train on it"
+            ) from error
         self._copies = []
 
     def _pieces(self) -> Iterator[Piece]:
@@ -212,19 +213,6 @@ class _Keys(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._seen)
-
-
-def _make(copies: list[Copy]) -> None:
-    large = [copy for copy in copies if copies_as_bytes(copy.into, copy.data)]
-    few = [copy for copy in copies if not copies_as_bytes(copy.into, copy.data)]
-    with torch.no_grad():
-        if few:
-            torch._foreach_copy_([copy.into for copy in few], [copy.data for copy in few])
-    if large:
-        # Nothing trains yet: every core may help. Autograd learns of it as of any other write in place.
-        with ThreadPoolExecutor(min(_COPIERS, len(os.sched_getaffinity(0)))) as pool:
-            list(pool.map(lambda copy: np.copyto(bytes_of(copy.into), bytes_of(copy.data)), large))
-        increment_version([copy.into for copy in large])
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
