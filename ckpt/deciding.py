@@ -53,7 +53,9 @@ class Decider:
         self._skipped = skipped
         self._clock = clock
         self._last_began = clock()
-        self._promised = False
+        self._asked = 0
+        # The number of the question that was answered with a save that has not begun yet.
+        self._promise: int | None = None
         self._slowdown = Slowdown()
         self._stepped_at: float | None = None
         self._warm = False
@@ -68,17 +70,18 @@ class Decider:
             self._costs.append(cost)
         self._at_begin = self._tally.now
         self._last_began = self._clock()
-        self._promised = False
+        self._promise = None
         self._busy = True
 
     def decide(self, step: int, previous: int | None) -> Decision:
         """What all ranks do at `step`, which follows `previous`."""
         self._measure()
+        self._asked += 1
         stop = self._team.stop_asked()
         if self._settler.fenced:
             return Decision(error=("Fenced", self._settler.fenced), stop=stop)
         if self._settler.bad_in_a_row >= self._max_failed:
-            return Decision(error=("StorageError", self.complaint()), stop=stop)
+            return Decision(error=(self._settler.kind_of_failure, self.complaint()), stop=stop)
         free = not self._promised and self._settler.free_slot(self._slots) is not None
         if not (self._settler.retry and free) and not self._policy.should_save(self._now(step, previous)):
             return Decision(stop=stop)
@@ -86,9 +89,16 @@ class Decider:
             self._tally.add(skipped=1)
             self._skipped(step)
             return Decision(stop=stop)
-        self._promised = True
+        self._promise = self._asked
         self._settler.retry = False
         return Decision(token=secrets.token_hex(4), replan=self._settler.take_replan(), stop=stop)
+
+    @property
+    def _promised(self) -> bool:
+        # One of several ranks asks for the next call before it carries out this one's. A promise that is
+        # older was broken by an error, and must not keep others from being made.
+        oldest = self._asked - (1 if self._team.world_size > 1 else 0)
+        return self._promise is not None and self._promise >= oldest
 
     def complaint(self) -> str:
         """Why saving is given up."""

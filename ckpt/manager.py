@@ -6,25 +6,27 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-from ckpt import capacity, environment, hooks
+from ckpt import capacity, hooks, inputs
 from ckpt.attempts import Attempt
 from ckpt.checkpoint import Checkpoint
 from ckpt.deciding import Decider
+from ckpt.ending import Ending, unless_success
 from ckpt.errors import Fenced, StorageError
 from ckpt.history import History
-from ckpt.inputs import check_options, check_usable, plain_metrics, plain_step
 from ckpt.joining import join_team, named_error, shared_launch
-from ckpt.launches import parent_facts, record_end, record_parent
+from ckpt.launches import record_end
 from ckpt.names import attempt_name
+from ckpt.origin import Origin
 from ckpt.planning import Plan
 from ckpt.policies import EverySteps, KeepLast, KeepPolicy, SavePolicy
 from ckpt.run import Run, open_run
 from ckpt.saver import Saver
 from ckpt.settling import Settler
 from ckpt.stats import SaveStats, Tally
+from ckpt.telling import Teller
 from ckpt.writer.client import WriterClient
 from ckpt.writer.options import WriterOptions
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _LEAVE_S = 30.0
 _LEAST_S = 1.0
 _LEAST_WAIT_S = 60.0
+_TELL_S = 10.0
 _log = logging.getLogger("ckpt")
 
 
@@ -75,7 +78,9 @@ class CheckpointManager:
 
         Raises RunBusy, StateError, StorageError; on one rank what went wrong on rank 0.
         """
-        check_options(max_failed_saves, when_busy, slots, rank_timeout_s)
+        inputs.check_options(max_failed_saves, when_busy, slots, rank_timeout_s)
+        inputs.check_given(run, state, save, keep, config, overrides, say, on_event)
+        inputs.check_writer(threads, bandwidth_limit, posthumous_s)
         options = WriterOptions(
             digest, threads, bandwidth_limit=bandwidth_limit, posthumous_s=posthumous_s, confirm=confirm
         )
@@ -85,19 +90,18 @@ class CheckpointManager:
         self._slots = slots
         self._wait_s = max(_LEAST_WAIT_S, rank_timeout_s)
         self._say = say or _log.warning
-        self._on_event = on_event or (lambda _: None)
+        self._teller = Teller(on_event, self._say)
         self._tally = Tally()
         self._team = join_team(process_group, self._wait_s)
         self.launch = shared_launch(self._team, self.run, config, overrides, self._say)
-        self._config = config
-        self.parent: Checkpoint | None = None
-        self._parent_recorded = self._went_on = False
+        self._origin = Origin(self.run, self.launch, self._team, config, self._say)
         self._history = History(self.run, self.launch.number, self._keep, self._say)
         self._step: int | None = None
         self._metrics: tuple[int, Mapping[str, Any] | None] | None = None
         self._calls = self._shared = self._begun = 0
-        self._stop = self._ended = self._closed = False
-        self._versions = environment.versions()
+        self._stop = self._ended = self._closed = self._went_on = False
+        self._moved = False  # an optimizer has, since the state was that of `_step`
+        self._ending = Ending()
         if self._team.rank == 0:
             capacity.foresee(state, self.run.store, self._keep, slots, self._say)
         try:
@@ -122,7 +126,7 @@ class CheckpointManager:
             slots=slots,
             when_busy=when_busy,
             max_failed=max_failed_saves,
-            skipped=lambda step: self._tell({"state": "skipped", "step": step}),
+            skipped=lambda step: self._teller.tell({"state": "skipped", "step": step}),
         )
         self._unhook = hooks.before_any_optimizer_step(self._join)
         hooks.in_forked_children(self._leave)
@@ -131,6 +135,11 @@ class CheckpointManager:
     def rank(self) -> int:
         """This process's rank in the process group."""
         return self._team.rank
+
+    @property
+    def parent(self) -> Checkpoint | None:
+        """The checkpoint that this launch went on from."""
+        return self._origin.parent
 
     @property
     def stats(self) -> SaveStats:
@@ -151,7 +160,7 @@ class CheckpointManager:
         """
         from ckpt.restore import restore_into
 
-        check_usable(self._closed, self._went_on or self._begun > 0)
+        inputs.check_usable(self._closed, self._went_on or self._begun > 0)
         self.wait_staged()
         found = restore_into(
             self.run,
@@ -162,16 +171,10 @@ class CheckpointManager:
             say=self._say,
             partial=partial,
         )
-        self.parent = found
         self._went_on = True
-        self._record_parent()
-        if found is not None and self._team.rank == 0:
-            now = self._versions | self._environment()
-            then = found.manifest.versions | found.manifest.environment
-            for line in environment.differences(then, now):
-                self._say(f"the bits of this run may differ from those of the saved one: {line}")
+        self._origin.went_on_from(found)
         if found is not None:
-            self._step = found.step
+            self._step, self._moved = found.step, False
             if found.run_uri == self.run.uri:
                 self._settler.last_committed_step = found.step
             self._saver.prepare()
@@ -181,11 +184,11 @@ class CheckpointManager:
         """Say that training step `step` is done; saves if that is due. True if a save began.
 
         Raises what made saving fail `max_failed_saves` times in a row, Fenced if a newer launch
-        took the run over, StateError for a state or a step that can't be stored.
+        took the run over, StateError for a state, a step or metrics that can't be stored.
         """
-        check_usable(self._closed)
-        step = plain_step(step)
-        previous, self._step = self._step, step
+        inputs.check_usable(self._closed)
+        step = inputs.plain_step(step)
+        previous, self._step, self._moved = self._step, step, False
         self._metrics = (step, metrics)
         if self._saver.has_plan:
             self._saver.check()
@@ -203,7 +206,7 @@ class CheckpointManager:
             raise named_error(*decision.error)
         if decision.token is None:
             return False
-        self._begin(step, decision.token, decision.replan, metrics)
+        self._begin(step, decision.token, decision.replan, metrics, self._wait_s)
         return True
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None, wait: bool = False) -> None:
@@ -220,7 +223,8 @@ class CheckpointManager:
 
     def wait_staged(self) -> None:
         """Return when the state may be changed outside `optimizer.step`."""
-        self._saver.wait_staged()
+        if not self._closed:
+            self._saver.wait_staged()
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at a step they agree on. Safe in a signal handler."""
@@ -234,13 +238,17 @@ class CheckpointManager:
 
     def drain(self, timeout: float | None = None) -> None:
         """Return when nothing is in flight. Raises StorageError after `timeout` seconds, or for what
-        failed.
+        failed; StateError if the state changed while it was copied.
         """
-        if not self._settler.drain(timeout):
+        timeout = inputs.plain_timeout(timeout)
+        if not self._closed and not self._settler.drain(timeout):
             raise StorageError(
                 f"a save was still being written after {timeout:g} s: the writer process goes on alone"
             )
-        self._raise_failures()
+        if self._settler.fenced:
+            raise Fenced(self._settler.fenced)
+        if self._settler.bad_in_a_row:
+            raise named_error(self._settler.kind_of_failure, self._settler.last_failure)
 
     def close(
         self,
@@ -253,19 +261,25 @@ class CheckpointManager:
 
         `final_step` defaults to the last step given to `step()`; `save=False` begins no other save,
         but still waits for one in flight (30 s by default). What is not done in `timeout` seconds,
-        the writer process goes on with alone. Unless `finish` was called, or `end` is false, the
-        launch is recorded as "finished", or "failed" if this raises, or "preempted" without `save`.
-        Raises StorageError if the last step could not be committed.
+        the writer process goes on with alone. If an optimizer has moved since the last step, the
+        state is that of no step and is not saved, unless `final_step` is given and no exception is at
+        work. Unless `finish` was called, or `end` is false, the launch is recorded as "finished";
+        "failed" if this raises or an exception is at work; "preempted" without `save`, or after an
+        interrupt. Raises StorageError if the last step could not be committed.
         """
         if self._closed:
             return
+        timeout = inputs.plain_timeout(timeout)
         deadline = time.monotonic() + (timeout if timeout is not None else self._wait_s if save else _LEAVE_S)
-        outcome, cause = "finished" if save else "preempted", None
+        step = self._step if final_step is None else inputs.plain_step(final_step)
+        end_as = self._ending.foresee(save, self._moved and step is not None, final_step is not None)
+        if end_as.complaint:
+            self._say(f"after step {self._step} {end_as.complaint}")
         try:
-            if save:
-                self._save_last(self._step if final_step is None else plain_step(final_step), deadline)
+            if end_as.save:
+                self._save_last(step, deadline)
         except BaseException as error:
-            outcome, cause = "failed", str(error)
+            end_as.failed(str(error))
             raise
         finally:
             self._closed = True
@@ -273,9 +287,20 @@ class CheckpointManager:
             self._settler.drain(max(0.0, deadline - time.monotonic()))
             self._saver.close()
             self._settler.close(max(_LEAST_S, deadline - time.monotonic()))
-            if end:
-                self.finish(outcome, cause)
-            self._team.close()
+            self._teller.close(max(_LEAST_S, min(_TELL_S, deadline - time.monotonic())))
+            try:
+                if end:
+                    self.finish(end_as.outcome, end_as.cause)
+            finally:
+                self._team.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close(save=unless_success(error) is None)
 
     def finish(self, outcome: str, cause: str | None = None) -> None:
         """Record how the launch ended: "finished", "preempted" or "failed". Counts on rank 0, once."""
@@ -295,7 +320,7 @@ class CheckpointManager:
             {"run_id": self.run.id, "launch": self.launch.number},
             self._tally,
             rank_timeout_s=rank_timeout_s,
-            tell=self._tell,
+            tell=self._teller.tell,
             say=self._say,
             committed=self._committed,
             restarted=lambda: self._saver.restore_arenas(),
@@ -319,7 +344,7 @@ class CheckpointManager:
     def _save_and_wait(
         self, step: int, deadline: float | None, metrics: Mapping[str, Any] | None = None
     ) -> None:
-        attempt = self._save(step, metrics)
+        attempt = self._save(step, metrics, deadline)
         self._settler.writer.hurry()
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not attempt.done.wait(left):
@@ -332,55 +357,37 @@ class CheckpointManager:
     def _last_metrics(self, step: int) -> Mapping[str, Any] | None:
         return self._metrics[1] if self._metrics is not None and self._metrics[0] == step else None
 
-    def _save(self, step: int, metrics: Mapping[str, Any] | None) -> Attempt:
-        check_usable(self._closed)
-        self._step = step = plain_step(step)
+    def _save(self, step: int, metrics: Mapping[str, Any] | None, deadline: float | None = None) -> Attempt:
+        inputs.check_usable(self._closed)
+        step = inputs.plain_step(step)
+        self._step, self._moved = step, False
         self._shared += 1
         token, replan = self._team.share(
             f"save/{self._shared}", lambda: [secrets.token_hex(4), self._settler.take_replan()]
         )
-        return self._begin(step, token, replan, metrics)
+        wait_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
+        return self._begin(step, token, replan, metrics, wait_s)
 
-    def _begin(self, step: int, token: str, replan: bool, metrics: Mapping[str, Any] | None) -> Attempt:
+    def _begin(
+        self, step: int, token: str, replan: bool, metrics: Mapping[str, Any] | None, wait_s: float
+    ) -> Attempt:
         self._begun, start = self._begun + 1, time.perf_counter()
-        slot = self._settler.wait_any(self._slots, self._wait_s)
+        metrics = inputs.plain_metrics(metrics)
+        slot = self._settler.wait_any(self._slots, wait_s)
         self._decider.began()
         if replan:
             self._saver.prepare()
         name = attempt_name(step, self.launch.number, self._begun, token)
-        lead = self._lead if self._team.rank == 0 else None
-        attempt = self._saver.begin(name, step, slot, plain_metrics(metrics), lead)
+        lead = self._origin.lead if self._team.rank == 0 else None
+        attempt = self._saver.begin(name, step, slot, metrics, lead)
         attempt.stall_s = time.perf_counter() - start  # a wait for a slot and a new plan count, too
         self._tally.add(stall_s=attempt.stall_s)
         return attempt
 
-    def _raise_failures(self) -> None:
-        if self._settler.fenced:
-            raise Fenced(self._settler.fenced)
-        if self._settler.bad_in_a_row:
-            raise StorageError(self._settler.last_failure)
-
     def _join(self) -> None:
         if spent := self._saver.join():
             self._tally.add(join_s=spent)
-
-    def _lead(self) -> dict[str, Any]:
-        if not self._parent_recorded:
-            self._record_parent()
-        return {
-            "parent": None if self.parent is None else parent_facts(self.run, self.parent),
-            "config": self._config,
-            "versions": self._versions,
-            "environment": self._environment(),
-        }
-
-    def _environment(self) -> dict[str, Any]:
-        return environment.environment() | {"world_size": self._team.world_size}
-
-    def _record_parent(self) -> None:
-        self._parent_recorded = True
-        if self._team.rank == 0:
-            record_parent(self.run, self.launch, self.parent)
+        self._moved = True
 
     def _committed(self, attempt: Attempt) -> list[str]:
         return self._history.committed(attempt) if self._team.rank == 0 else []
@@ -388,13 +395,6 @@ class CheckpointManager:
     def _on_plan(self, plan: Plan) -> None:
         if self._team.rank == 0:
             size = plan.layout.size * self._team.world_size
-            kept = capacity.kept_by(self._keep)
-            warning = capacity.settle(capacity.check_disk(self.run.store, size, kept))
-            if warning:
+            found = capacity.check_disk(self.run.store, size, capacity.kept_by(self._keep))
+            if warning := capacity.settle(found):
                 self._say(warning)
-
-    def _tell(self, event: dict[str, Any]) -> None:
-        with suppress(Exception):
-            self._on_event(event)
-        if event["state"] == "failed":
-            self._say(f"the save of step {event['step']} was not committed: {event['error']}")

@@ -51,6 +51,11 @@ class KeepPolicy(Protocol):
         """The attempt names to keep out of the run's whole history of commits, newest first by lineage."""
 
 
+def _whole(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}")
+
+
 def _positive(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
         raise ValueError(f"{name} must be a number above 0, not {value!r}")
@@ -63,7 +68,7 @@ class EverySteps:
     every: int
 
     def __post_init__(self) -> None:
-        _positive("EverySteps.every", self.every)
+        _whole("EverySteps.every", self.every)
 
     def should_save(self, now: Now) -> bool:
         """True when a multiple of `every` lies after the previous step and not after this one."""
@@ -99,6 +104,8 @@ class OverheadBudget:
 
     def __post_init__(self) -> None:
         _positive("OverheadBudget.percent", self.percent)
+        if self.percent > 100:
+            raise ValueError(f"OverheadBudget.percent must be at most 100, not {self.percent!r}")
         _positive("OverheadBudget.first_s", self.first_s)
 
     def should_save(self, now: Now) -> bool:
@@ -146,7 +153,8 @@ class Continuous:
     min_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_s < math.inf:
+        number = isinstance(self.min_s, int | float) and not isinstance(self.min_s, bool)
+        if not number or not 0 <= self.min_s < math.inf:
             raise ValueError(f"Continuous.min_s must be 0 or more seconds, not {self.min_s!r}")
 
     def should_save(self, now: Now) -> bool:
@@ -194,7 +202,7 @@ class KeepEvery:
     steps: int
 
     def __post_init__(self) -> None:
-        _positive("KeepEvery.steps", self.steps)
+        _whole("KeepEvery.steps", self.steps)
 
     def keep(self, history: Sequence[Fact]) -> set[str]:
         """The attempt names at multiples of `steps`."""

@@ -24,6 +24,7 @@ _LONG_POLL_S = 0.1
 _IDLE_S = 0.5
 _PATIENCE = 3
 _RESTART_S = 5.0
+_ADVICE = "call step() after the last change to the state, or wait_staged() before the next one"
 
 
 class Settler:
@@ -53,6 +54,7 @@ class Settler:
         self.fenced: str | None = None
         self.last_failure = ""
         self.bad_in_a_row = 0
+        self._storage_failed = False
         self.retry = False
         self._replan = False
         self.last_committed_step: int | None = None
@@ -74,8 +76,10 @@ class Settler:
         self._thread.start()
 
     def add(self, attempt: Attempt) -> None:
-        """Count an attempt as in flight; wakes nobody, for training waits for this."""
+        """Count an attempt as in flight, once; wakes nobody, for training waits for this."""
         with self._changed:
+            if attempt in self._attempts:
+                return
             self._attempts.append(attempt)
         self._tally.add(begun=1, backlog=1)
 
@@ -95,6 +99,11 @@ class Settler:
         """Whether the last verdicts ask for the state's structure to be looked at anew; asks once."""
         wanted, self._replan = self._replan, False
         return wanted
+
+    @property
+    def kind_of_failure(self) -> str:
+        """The class in `ckpt.errors` for the saves that went wrong in a row."""
+        return "StorageError" if self._storage_failed else "StateError"
 
     def in_flight(self) -> list[Attempt]:
         """The attempts that have not ended."""
@@ -263,8 +272,9 @@ class Settler:
             self.retry = self.retry or kind != "failed"
             self._replan = self._replan or kind == "replan"
             if kind != "replan":
+                self._storage_failed = kind == "failed" or (self._storage_failed and self.bad_in_a_row > 0)
                 self.bad_in_a_row += 1
-                ended = "failed" if kind == "failed" else "was given up"
+                ended = "failed" if kind == "failed" else f"was given up ({_ADVICE})"
                 self.last_failure = f"the save of step {attempt.step} {ended}: {cause}"
         with self._changed:
             self._attempts = [a for a in self._attempts if a is not attempt]

@@ -40,6 +40,15 @@ class Persister:
         if store.uri.startswith("s3://"):
             start_obstore_low()
 
+    def check_run(self, save: Save) -> None:
+        """Raise StorageError if the run was removed or renamed: what is written there now would be lost."""
+        size = retrying(lambda: self.store.size(names.RUN_FILE), self.options.retry_s, save.pause)
+        if size is None:
+            raise StorageError(
+                f"the run folder {self.store.uri} is gone (there is no {names.RUN_FILE} any more): put it "
+                "back, or close the manager and open a new run"
+            )
+
     def persist(self, save: Save) -> None:
         """Write the shard and, once sealed, the part. Raises VoidError, OSError or StorageError."""
         entry = retrying(lambda: self._write_shard(save), self.options.retry_s, save.pause)

@@ -140,6 +140,7 @@ class Writer:
 
     def _persist(self, save: Save) -> None:
         try:
+            self._persister.check_run(save)
             self._persister.persist(save)
             save.check()
         except VoidError:
