@@ -50,18 +50,25 @@ class _Key(NamedTuple):
         return f"the key {self.key!r}"
 
 
-# Where a value stands: the root's name, or the place of what holds it and the key or index there. Put into
-# words only when something is refused, since values are encoded in the training thread.
-Where = str | tuple["Where", Any]
+_MEMBER = object()
+_WHOLE = object()
+
+# Where a value stands: the root's name, or the place of what holds it, the key or index there (`_MEMBER` of a
+# set, `_WHOLE` for the holder itself in another form), and the holder. Put into words only when something is
+# refused, since values are encoded in the training thread.
+Where = str | tuple["Where", Any, Any]
 
 
 def _say(where: Where) -> str:
     steps: list[Any] = []
     while not isinstance(where, str):
-        where, step = where
+        where, step, _ = where
         steps.append(step)
     for step in reversed(steps):
-        where += f".{step}" if isinstance(step, str) else f"[{step!r}]"
+        if step is _MEMBER:
+            where += ".<member>"
+        elif step is not _WHOLE:
+            where += f".{step}" if isinstance(step, str) else f"[{step!r}]"
     return where if len(where) <= 300 else f"{where[:150]} ... {where[-100:]}"
 
 
@@ -77,7 +84,7 @@ def _encode(value: Any, where: Where, depth: int, ordered: bool) -> Any:
         raise StateError(f"{_say(where)}: nested deeper than {MAX_DEPTH} levels, or holds itself")
     if kind is list or kind is tuple:
         items = [
-            item if type(item) in _AS_THEY_ARE else _encode(item, (where, i), depth + 1, ordered)
+            item if type(item) in _AS_THEY_ARE else _encode(item, (where, i, value), depth + 1, ordered)
             for i, item in enumerate(value)
         ]
         return items if kind is list else {"$tuple": items}
@@ -94,10 +101,11 @@ def _encode_mapping(value: Mapping[Any, Any], where: Where, depth: int, ordered:
     except Exception as error:
         raise StateError(f"{_say(where)}: its items can't be read ({error})") from error
     keys = [
-        key if type(key) is str else _encode(key, (where, _Key(key)), depth + 1, ordered) for key, _ in pairs
+        key if type(key) is str else _encode(key, (where, _Key(key), value), depth + 1, ordered)
+        for key, _ in pairs
     ]
     items = [
-        item if type(item) in _AS_THEY_ARE else _encode(item, (where, key), depth + 1, ordered)
+        item if type(item) in _AS_THEY_ARE else _encode(item, (where, key, value), depth + 1, ordered)
         for key, item in pairs
     ]
     strings = all(type(key) is str for key in keys)
@@ -127,7 +135,7 @@ def _encode_rarer(value: Any, where: Where, depth: int, ordered: bool) -> Any:
             ]
         }
     if isinstance(value, set | frozenset):
-        items = [_encode(item, (where, ...), depth + 1, ordered) for item in value]
+        items = [_encode(item, (where, _MEMBER, value), depth + 1, ordered) for item in value]
         return {"$set" if isinstance(value, set) else "$frozenset": sorted(items, key=repr)}
     if isinstance(value, pathlib.PurePath):
         return {"$path": str(value)}
@@ -137,19 +145,49 @@ def _encode_rarer(value: Any, where: Where, depth: int, ordered: bool) -> Any:
         return {"$timedelta": [value.days, value.seconds, value.microseconds]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _encode(fields, where, depth + 1, ordered)
+        return _encode(fields, (where, _WHOLE, value), depth + 1, ordered)
     if isinstance(value, SimpleNamespace) or type(value).__name__ == "Namespace":
-        return _encode(vars(value), where, depth + 1, ordered)
+        return _encode(vars(value), (where, _WHOLE, value), depth + 1, ordered)
     if isinstance(value, range):
         return {"$range": [value.start, value.stop, value.step]}
     if isinstance(value, tuple):
-        return _encode(tuple(value), where, depth + 1, ordered)
+        return _encode(tuple(value), (where, _WHOLE, value), depth + 1, ordered)
     if isinstance(value, Sequence):
-        return _encode(list(value), where, depth + 1, ordered)
-    raise StateError(
-        f"{_say(where)}: a {type(value).__module__}.{type(value).__qualname__} can't be stored as plain "
-        f"data; give numbers, strings, bytes, lists, tuples, dicts, sets, NumPy arrays or tensors, "
-        f"or leave it out of the state"
+        return _encode(list(value), (where, _WHOLE, value), depth + 1, ordered)
+    raise StateError(f"{_say(where)}: {_refusal(value, where)}")
+
+
+def _refusal(value: Any, where: Where) -> str:
+    torch = sys.modules.get("torch")
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _misplaced_tensor(where)
+    if torch is not None and isinstance(value, torch.Generator):
+        return f"a {kind} can't be stored as plain data; give generator.get_state(), a tensor"
+    return (
+        f"a {kind} can't be stored as plain data; give numbers, strings, bytes, lists, tuples, dicts, sets, "
+        f"NumPy arrays or tensors, or leave it out of the state"
+    )
+
+
+def _misplaced_tensor(where: Where) -> str:
+    """Tensors in plain containers have been taken out before: what kind of container kept this one."""
+    holder, instead = None, ""
+    while not isinstance(where, str):
+        outer, step, held = where
+        if isinstance(step, _Key):
+            holder, instead = "as a dict's key", "make it a value"
+        elif type(held) not in (list, tuple):
+            mapping = isinstance(held, Mapping)
+            if not mapping or type(held).__module__ not in ("builtins", "collections"):
+                plain = "tuple" if isinstance(held, tuple) else "list"
+                plain = plain if isinstance(held, set | frozenset | Sequence) else "dict"
+                holder = f"inside the {type(held).__qualname__} {_say(outer)}"
+                instead = f"make it a plain {plain}"
+        where = outer
+    return (
+        f"a tensor can't be stored {holder or 'here'}: tensors may lie in dicts, lists and plain tuples"
+        f"{f'; {instead}' if instead else ''}, or leave it out of the state"
     )
 
 

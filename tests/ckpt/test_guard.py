@@ -9,7 +9,7 @@ from torch import nn
 
 from ckpt import faults
 from ckpt.gather import Gather
-from ckpt.guard import PLACES, VERSIONS, Guard
+from ckpt.guard import PLACES, VERSIONS, Guard, _OnDevice, _OnHost, _places
 from ckpt.policies import EverySteps
 from tests.ckpt.managing import manager, steps, wait_until
 
@@ -100,6 +100,18 @@ def test_a_tensor_of_any_strides_is_sampled(made):
     assert guard.differs(taken) is None
     copy.copy_(live * 2)
     assert guard.differs(taken) == "odd"
+
+
+@pytest.mark.parametrize("made", ODD.values(), ids=ODD)
+def test_a_device_reads_the_same_samples_as_the_host(made):
+    live = [torch.ones(5), made()]
+    copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in live]
+    places = _places(live)
+    device, host = _OnDevice(places, live, copies), _OnHost(places, live, copies)
+    taken = device.take()
+    assert taken.numpy().tobytes() == host.take() and device.differing(taken) is None
+    copies[1].mul_(2)
+    assert device.differing(taken) == 1
 
 
 def test_every_place_of_an_odd_tensor_lies_where_its_copy_does():

@@ -11,10 +11,12 @@ import types
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import Corrupt, StateError
+from ckpt.flatten import flatten
 from ckpt.values import MAX_DEPTH, TensorRef, decode, encode
 
 plain_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=20)
@@ -209,6 +211,42 @@ def test_k7_numpys_random_state_comes_back_usable():
 def test_what_cannot_be_made_plain_is_refused_by_its_full_name(value, name):
     with pytest.raises(StateError, match=name):
         encode(value, "optim")
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+class Own(collections.UserDict):
+    pass
+
+
+@dataclasses.dataclass
+class Held:
+    tensor: object
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda t: {t}, r"q\.k\.<member>: .* inside the set q\.k: .*; make it a plain list, or leave"),
+        (lambda t: frozenset([t]), r"inside the frozenset q\.k: .*; make it a plain list,"),
+        (lambda t: [Pair(1, t)], r"q\.k\[0\]\[1\]: .* inside the Pair q\.k\[0\]: .*; make it a plain tuple,"),
+        (lambda t: collections.deque([t]), r"inside the deque q\.k: .*; make it a plain list,"),
+        (lambda t: Held([t]), r"q\.k\.tensor\[0\]: .* inside the Held q\.k: .*; make it a plain dict,"),
+        (lambda t: types.SimpleNamespace(x=t), r"inside the SimpleNamespace q\.k: .*; make it a plain dict,"),
+        (lambda t: Own(x=t), r"q\.k\.x: .* inside the Own q\.k: .*; make it a plain dict,"),
+        (lambda t: {t: 1}, r"as a dict's key: .*; make it a value,"),
+    ],
+)
+def test_a_tensor_in_a_container_that_can_not_hold_one_is_told_with_what_can(made, said):
+    state = {"q": {"k": made(torch.zeros(2))}}
+    with pytest.raises(StateError, match=said):
+        encode(flatten(state).values["q"], "q")
+
+
+def test_a_generator_is_refused_with_what_to_give_instead():
+    with pytest.raises(StateError, match=r"q\.k: a torch.*Generator .* get_state\(\)"):
+        encode({"k": torch.Generator()}, "q")
 
 
 def test_a_value_that_holds_itself_is_refused():
