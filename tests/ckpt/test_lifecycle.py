@@ -6,17 +6,20 @@ import shutil
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ckpt
 from ckpt import faults
+from ckpt.deciding import Decider
 from ckpt.errors import StateError, StorageError
 from ckpt.launches import list_launches
 from ckpt.manager import CheckpointManager
 from ckpt.policies import All, Any, Continuous, EverySteps, KeepEvery, KeepLast, OverheadBudget
 from ckpt.settling import Settler
+from ckpt.stats import Tally
 from tests.ckpt.managing import Toy, copy_of, manager, run_python, same, steps, stored, wait_until
 
 
@@ -371,3 +374,18 @@ def test_an_endless_timeout_is_one_and_nonsense_is_refused(tmp_path, timeout):
     m.drain(timeout=timeout)
     m.close(timeout=timeout)
     assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_broken_promise_is_forgotten_and_a_kept_one_is_not_made_twice(ranks):
+    settler = SimpleNamespace(
+        fenced=None, bad_in_a_row=0, retry=False, take_replan=lambda: False, in_flight=list
+    )
+    settler.free_slot = lambda slots: 0
+    team = SimpleNamespace(world_size=ranks, stop_asked=lambda: False)
+    decider = Decider(
+        EverySteps(1), team, settler, Tally(), slots=1, when_busy="skip", max_failed=3, skipped=print
+    )
+    # Several ranks decide on the next call before they carry out this one's decision.
+    decided = [decider.decide(step, step - 1).token is not None for step in range(1, 7)]
+    assert decided == ([True] * 6 if ranks == 1 else [True, False] * 3)
