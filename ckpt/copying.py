@@ -125,6 +125,7 @@ class _Copy:
         if ours is None:
             if theirs is not None:
                 raise StateError(f"{self._dest.uri} is a run, and {self._source.uri} has no {RUN_FILE}")
+            self._dest.make_dir("")
         elif theirs is None:
             self._dest.make_dir("")
             self._dest.create(RUN_FILE, ours)

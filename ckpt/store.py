@@ -110,7 +110,10 @@ class Store(Protocol):
         """
 
     def make_dir(self, key: str) -> None:
-        """Make a folder and its parents, durably; one that exists is no error."""
+        """Make a folder and its parents, durably; one that exists is no error.
+
+        The store's own folder is made only when it is asked for by "". Raises StorageError if it is gone.
+        """
 
     def remove_if_empty(self, key: str) -> None:
         """Remove a folder that nothing is in any more; one that is gone or in use stays. Raises nothing."""

@@ -129,6 +129,9 @@ class FolderStore:
     def make_dir(self, key: str) -> None:
         with reporting("make the folder", self.path(key)):
             point("mkdir", self.path(key))
+            if key and not self._root.is_dir():
+                # Removed or renamed under its users: what they would write into a new one would be lost.
+                raise StorageError(f"the folder {self.uri} is gone")
             missing: list[Path] = []
             path = self.path(key)
             while not path.is_dir():

@@ -102,6 +102,7 @@ def test_the_same_shard_and_digests_arrive_with_and_without_buffers(tmp_path, bl
     found = []
     for number, buffers in enumerate((None, bounce.Buffers(block))):
         store = open_store(tmp_path / str(number))
+        store.make_dir("")
         persister = Persister(store, 0, WriterOptions(block=block), print)
         persister.buffers = buffers
         with Arena.create(layout.size) as arena:

@@ -180,10 +180,18 @@ def test_a_durable_put_syncs_and_one_that_need_not_be_does_not(store, monkeypatc
     assert len(synced) == 2 and store.read("a") == b"2"
 
 
+def test_a_folder_that_is_gone_is_not_made_anew_for_what_belongs_into_it(tmp_path):
+    store = open_store(tmp_path / "runs" / "a")
+    with pytest.raises(StorageError, match="is gone"):
+        store.make_dir("launches")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_made_folders_are_synced_up_to_the_first_that_was_there(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(exclusive, "sync_folder", synced.append)
     store = open_store(tmp_path / "runs" / "a")
+    store.make_dir("")
     store.make_dir("launches")
     assert synced == [tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"]
     store.make_dir("launches")
