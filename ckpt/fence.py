@@ -19,19 +19,23 @@ def launch_numbers(store: Store) -> list[int]:
     return sorted(number for number in numbers if number is not None)
 
 
-def assert_not_fenced(store: Store, number: int) -> None:
-    """Raise Fenced if a launch higher than `number` has been opened; StorageError if that can't be seen.
+def assert_launched(store: Store, number: int) -> None:
+    """Raise StorageError unless launch `number` is listed in the run, as the one that asks has to be.
 
-    A listing without any launch is no answer: whoever writes to a run has launched it, and a store may answer
-    a failed listing with an empty one.
+    A run that was removed lists nothing, and a store may answer a failed listing with an empty one: neither
+    says that nobody else has taken the run over.
     """
-    numbers = launch_numbers(store)
-    if not numbers:
+    if number not in launch_numbers(store):
         raise StorageError(
-            f"{store.uri}/{LAUNCHES} shows no launch at all, not even the one that asks: the run was removed, "
-            "or its storage does not list it"
+            f"{store.uri}/{launch_file(number)}, the file of the launch that writes, is not there: the run "
+            "was removed or moved, or its storage does not list it"
         )
-    if numbers[-1] <= number:
+
+
+def assert_not_fenced(store: Store, number: int) -> None:
+    """Raise Fenced if a launch higher than `number` has been opened; StorageError if that can't be seen."""
+    numbers = launch_numbers(store)
+    if not numbers or numbers[-1] <= number:
         return
     info = read_record(store, launch_file(numbers[-1])) or {}
     raise Fenced(

@@ -1,8 +1,7 @@
 """Turn a live training state into a flat list of named tensors and plain values.
 
-Flattening happens once. Later saves look its result up again without walking a module: `Flat.quick`
-and `Flat.thorough` compare object identities, and `Flat.collect` evaluates the small part that may
-change at any time. Tensors are never copied here.
+Flattening happens once. Later saves walk no module: `Flat.quick` and `Flat.thorough` compare object
+identities, `Flat.collect` evaluates the small part that may change at any time. No tensor is copied.
 
 Names. A module's tensors are `<entry>.<fqn>` with no wrapper in the fqn, an optimizer's are
 `<entry>.state.<parameter fqn>.<slot>`, those inside any other object's state `<entry>.<path>`.

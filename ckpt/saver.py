@@ -277,7 +277,11 @@ class Saver:
                 attempt.go_wrong("changed", complaint)
             attempt.movable.set()
 
-        stage.copy_rest(lambda nbytes: writer.progress(nbytes, attempt.slot), movable)
+        try:
+            stage.copy_rest(taken, lambda nbytes: writer.progress(nbytes, attempt.slot), movable)
+        except StateError:
+            self._pointers_move = True  # memory was freed meanwhile: it is looked up anew from now on
+            raise
         if attempt.problem is None and (complaint := stage.copy_complaint(taken)):
             attempt.go_wrong("changed", complaint)
         attempt.stage_s = time.perf_counter() - begun

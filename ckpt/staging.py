@@ -77,12 +77,13 @@ class Stage:
             self._cuda.mark()
         return taken
 
-    def copy_rest(self, progress: Callable[[int], None], queued: Callable[[], None]) -> None:
+    def copy_rest(self, taken: Taken, progress: Callable[[int], None], queued: Callable[[], None]) -> None:
         """Copy everything else, calling `progress(bytes staged from the start)` as it grows.
 
-        `queued` is called once training's optimizer may move, provided that it goes through
-        `join_device` first.
+        `taken` is what `copy_at_call` returned. `queued` is called once training's optimizer may move,
+        provided that it goes through `join_device` first. Raises StateError for memory that was freed.
         """
+        self._guard.note(taken)
         faults.point("stage", "begin")
         if self._cuda is not None:
             self._cuda.copy(self._batches, self._sources, self._targets, progress, queued)
@@ -92,8 +93,8 @@ class Stage:
                     small = [i for i in batch if i not in self._bytes]
                     _copy([self._targets[i] for i in small], [self._sources[i] for i in small])
                     for i in batch:
-                        if (pair := self._bytes.get(i)) is not None:
-                            np.copyto(*pair)
+                        if i in self._bytes:
+                            np.copyto(bytes_of(self._targets[i]), bytes_of(self._sources[i]))
                     progress(end)
             queued()
         faults.point("stage", "end")
@@ -149,11 +150,7 @@ class Stage:
     def _look(self) -> None:
         """Take the live memory as it is now for what is to be copied."""
         keys = [self._pieces[i].slice.key for i in self._rest]
-        self._bytes = {
-            i: (bytes_of(self._targets[i]), bytes_of(self._sources[i]))
-            for i in self._rest
-            if copies_as_bytes(self._targets[i], self._sources[i])
-        }
+        self._bytes = {i for i in self._rest if copies_as_bytes(self._targets[i], self._sources[i])}
         self._guard = Guard(
             keys, [self._sources[i] for i in self._rest], [self._targets[i] for i in self._rest]
         )

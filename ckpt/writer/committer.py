@@ -6,7 +6,7 @@ from collections.abc import Callable
 from ckpt import commit, names, retention
 from ckpt.digest import DEFAULT, chunk_digest
 from ckpt.errors import CheckpointError, Fenced, StorageError
-from ckpt.fence import assert_not_fenced
+from ckpt.fence import assert_launched, assert_not_fenced
 from ckpt.run import Run, open_run
 from ckpt.writer.retry import errno_of, retrying
 
@@ -84,6 +84,7 @@ class Committer:
     def prune(self, attempts: list[str]) -> None:
         """Delete attempts; what could not be deleted is told as warnings."""
         try:
+            assert_launched(self._run.store, self._launch)
             warnings = list(retention.prune(self._run.store, attempts, self._launch))
         except Exception as error:
             warnings = [f"could not prune: {error}"]
@@ -91,5 +92,6 @@ class Committer:
 
     def _commit(self, attempt: str, world_size: int) -> str:
         run = self._run
+        assert_launched(run.store, self._launch)
         made = commit.commit(run.store, attempt, world_size, self._launch, run.id, run.signing_key)
         return chunk_digest(DEFAULT, made.manifest.raw)

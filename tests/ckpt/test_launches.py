@@ -13,6 +13,7 @@ import pytest
 from ckpt import launches, liveness, names
 from ckpt.discover import candidates
 from ckpt.errors import Fenced, RunBusy, StateError, StorageError
+from ckpt.fence import assert_launched
 from ckpt.launches import assert_not_fenced, begin_launch, list_launches, record_end, record_parent
 from ckpt.run import open_run
 from tests.ckpt import making
@@ -348,8 +349,9 @@ def test_when_numbers_have_run_out_that_is_said(run):
 
 
 def test_a_listing_without_any_launch_is_no_permission_to_write(run):
-    with pytest.raises(StorageError, match="shows no launch at all"):
-        assert_not_fenced(run.store, 1)
+    with pytest.raises(StorageError, match="is not there"):
+        assert_launched(run.store, 1)
+    assert_launched(run.store, begin(run).number)
 
 
 def test_a_parent_from_another_run_never_leads_into_this_runs_own_launches(run, tmp_path):
