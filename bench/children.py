@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.memory import MARK, end_marked, marked, pss
+from bench.places import temporary
 from bench.spec import ENVIRONMENT_OF, Spec
 
 _SAMPLE_S = 0.1
@@ -43,7 +44,7 @@ def measure(job: str, spec: Spec, progress: Callable[[str], None]) -> Outcome:
     `progress` gets a line per phase. Whatever ends this, no process that the job started is left.
     """
     mark = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix=f"bench-{job}-", dir=spec.folder) as folder:
+    with temporary(spec.folder, job) as folder:
         told, tells = os.pipe()
         with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as errors:
             try:

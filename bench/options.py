@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engines import ALWAYS, KEYS
+from bench.places import LOCAL
 from bench.spec import Spec, default_tensors, layer_width
+from ckpt.errors import StorageError
+from ckpt.stores import addresses
+from ckpt.stores.options import S3Options
 from flows.project import project_dir
 
 MB = 10**6
@@ -20,14 +24,16 @@ _COPIES_KEPT = 3  # the newest, the one being written, and the one being deleted
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. `spec.folder` is the storage; each measured process gets a folder of its own there.
+    """What was asked for. `spec.folder` is the storage, maybe `bench.places.LOCAL`; each measured process
+    gets a folder or prefix of its own there.
 
-    report: where the JSON goes, or None.
+    report: where the JSON goes, or None. disk: where folders are made if the storage is a bucket.
     """
 
     spec: Spec
     engines: tuple[str, ...]
     report: Path | None
+    disk: Path
 
 
 def parse(arguments: list[str]) -> Options:
@@ -59,7 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", default="1", metavar="N", help="threads that train (default 1)")
     add("--pairs", metavar="N", help="saves between two controls each (default 24, the fewest; quick: 6)")
     add("--every", default="", metavar="1,2,5", help="also: training time lost with a save every N steps")
-    add("--storage", metavar="FOLDER", help="an existing folder on the disk to measure (default: runs/bench)")
+    add(
+        "--storage",
+        metavar="PLACE",
+        help="an existing folder on the disk to measure (default: runs/bench), s3://BUCKET/PREFIX, or "
+        f"{LOCAL} for an object store that is started for the run",
+    )
     return parser
 
 
@@ -76,8 +87,8 @@ def _checked(given: argparse.Namespace) -> Options:
     _check_device(given.device)
     report = _report(given.json)
     storage = _storage(given.storage, _COPIES_KEPT * size)
-    spec = Spec(size, tensors, threads, given.device, pairs, every, given.quick, str(storage))
-    return Options(spec, engines, report)
+    spec = Spec(size, tensors, threads, given.device, pairs, every, given.quick, storage)
+    return Options(spec, engines, report, _default_disk())
 
 
 def _number(option: str, text: str | None, default: int, least: int, most: int) -> int:
@@ -121,14 +132,43 @@ def _report(text: str | None) -> Path | None:
     return path
 
 
-def _storage(text: str | None, needed: int) -> Path:
-    path = project_dir() / "runs" / "bench" if text is None else Path(text).absolute()
-    if text is not None and not (path.is_dir() and os.access(path, os.W_OK)):
-        raise ValueError(f"--storage: {text} is no folder that can be written")
+def _storage(text: str | None, needed: int) -> str:
+    bucket = None if text is None or Path(text).is_dir() else _bucket(text)
+    if bucket is None:
+        path = _default_disk() if text is None else Path(text).absolute()
+        if text is not None and not (path.is_dir() and os.access(path, os.W_OK)):
+            raise ValueError(f"--storage: {text} is no folder that can be written")
+    else:
+        path = _default_disk()
+        needed *= 2 if bucket == LOCAL else 1
+    _check_free(path, needed)
+    return bucket or str(path)
+
+
+def _bucket(text: str) -> str | None:
+    """The canonical address if it is one in a bucket, or LOCAL. Raises ValueError for what looks like one."""
+    if text == LOCAL:
+        return text
+    try:
+        place = addresses.parse(text)
+        if isinstance(place, addresses.Remote):
+            raise ValueError(f"--storage: {text} can't be measured: give a folder or s3://BUCKET/PREFIX")
+        if isinstance(place, addresses.Folder):
+            return None
+        S3Options.from_environment()
+    except StorageError as error:
+        raise ValueError(f"--storage: {error}") from None
+    return place.uri
+
+
+def _default_disk() -> Path:
+    return project_dir() / "runs" / "bench"
+
+
+def _check_free(path: Path, needed: int) -> None:
     there = next(place for place in (path, *path.parents) if place.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
             f"{there} has {free // MB} MB free, this takes {needed // MB}: see --storage, --size"
         )
-    return path

@@ -12,8 +12,10 @@ WRITE_THREADS = 2
 READ_THREADS = 4
 # The jobs that are no engine: the raw limits, and the own engine while every save fails.
 LIMITS, FAILING = "limits", "failing"
-# What such a job finds in its environment: as if the disk were full whenever a shard is written.
-_FULL = {"match": "writer:pwrite:", "do": "raise", "errno": errno.ENOSPC}
+# The own engine in a folder, beside what is measured in a bucket.
+FOLDER = "folder"
+# What such a job finds in its environment: as if the disk or bucket were full whenever a shard is written.
+_FULL = {"match": "writer:(pwrite|upload):", "do": "raise", "errno": errno.ENOSPC}
 ENVIRONMENT_OF = {FAILING: {"CKPT_FAULTS": json.dumps([_FULL])}}
 
 _BYTES = 4
