@@ -9,8 +9,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from bench import children, plots, report, results
 from bench.children import Outcome
 from bench.engines import NULL, OWN, UPLOAD, unfit_for_buckets
 from bench.options import Options, parse
-from bench.places import LOCAL, check, in_bucket, local_bucket
+from bench.places import check, in_bucket
 from bench.spec import FAILING, FOLDER, LIMITS, Spec
 from ckpt.errors import StorageError
 from flows.object_server import ObjectServerError
@@ -30,28 +29,17 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _storage(options) as storage:
-            return _measure(replace(options, spec=replace(options.spec, folder=storage)))
+        in_use = options.spec.disk if in_bucket(options.spec.folder) else options.spec.folder
+        with children.storage(Path(in_use)):
+            if options.spec.folder.startswith("s3://"):
+                check(options.spec.folder)
+            return _measure(options)
     except (StorageError, ObjectServerError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: what was made is removed", file=sys.stderr)
         return 130
-
-
-@contextmanager
-def _storage(options: Options) -> Iterator[str]:
-    """The storage, ready to be written to. Raises StorageError or ObjectServerError if it can't be."""
-    storage = options.spec.folder
-    bucket = storage == LOCAL or in_bucket(storage)
-    with ExitStack() as stack:
-        stack.enter_context(children.storage(options.disk if bucket else Path(storage)))
-        if storage == LOCAL:
-            storage = stack.enter_context(local_bucket(options.disk))
-        if bucket:
-            check(storage)
-        yield storage
 
 
 def _measure(options: Options) -> int:
@@ -80,7 +68,7 @@ def _measure(options: Options) -> int:
         elif key == OWN:
             failing = children.measure(FAILING, spec, partial(progress, FAILING))
             if in_bucket(spec.folder):
-                beside = _beside(spec, str(options.disk), progress)
+                beside = _beside(spec, progress)
     if not spec.quick:  # once more: what the machine allows, and its noise, may change within minutes
         again = replace(spec, windows_only=True)
         null = children.measure(NULL, again, partial(progress, f"{NULL} again"))
@@ -96,12 +84,12 @@ def _measure(options: Options) -> int:
     return 0 if summary["valid"] else 1
 
 
-def _beside(spec: Spec, disk: str, progress: Callable[[str, str], None]) -> dict[str, Outcome]:
+def _beside(spec: Spec, progress: Callable[[str, str], None]) -> dict[str, Outcome]:
     """What the own engine's figures in a bucket are held against."""
     brief = replace(spec, windows_only=True)
     return {
         UPLOAD: children.measure(UPLOAD, brief, partial(progress, UPLOAD)),
-        FOLDER: children.measure(OWN, replace(brief, folder=disk), partial(progress, FOLDER)),
+        FOLDER: children.measure(OWN, replace(brief, folder=spec.disk), partial(progress, FOLDER)),
     }
 
 

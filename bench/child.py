@@ -29,7 +29,7 @@ Tell = Callable[..., None]
 def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
     """All figures of one engine, by phase. Raises Absent, or whatever the engine raises."""
     engine = make(key)
-    folder = place_of(spec.folder)
+    folder = place_of(spec)
     tell(phase="prepare", title=engine.title, note=engine.note)
     loop = _begin(engine, spec)
 
@@ -81,7 +81,7 @@ def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
 
 def _begin(engine: Engine, spec: Spec) -> Loop:
     work = Workload(spec.size, spec.tensors, spec.device)
-    engine.prepare(work, place_of(spec.folder))
+    engine.prepare(work, place_of(spec))
     loop = Loop(work, engine, spec.batch)
     loop.run(spec.window)
     return loop
@@ -119,7 +119,7 @@ def measure_limits(spec: Spec, tell: Tell) -> dict[str, Any]:
     """What the hardware allows."""
     tell(phase="measure again" if spec.window else "calibrate and measure")
     work = Workload(spec.size, spec.tensors, spec.device)
-    return limits.measure(spec, work, place_of(spec.folder)).plain()
+    return limits.measure(spec, work, place_of(spec)).plain()
 
 
 def main(job: str, spec: Spec, fd: int) -> int:

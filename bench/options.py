@@ -20,6 +20,7 @@ MB = 10**6
 _FEWEST_PAIRS, _FEWEST_QUICK = 24, 2
 _LARGEST_MB = 10**6
 _COPIES_KEPT = 3  # the newest, the one being written, and the one being deleted
+_OTHER_SAVES = 24  # beside the pairs: a store on this machine frees what was deleted only minutes later
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,12 @@ class Options:
     """What was asked for. `spec.folder` is the storage, maybe `bench.places.LOCAL`; each measured process
     gets a folder or prefix of its own there.
 
-    report: where the JSON goes, or None. disk: where folders are made if the storage is a bucket.
+    report: where the JSON goes, or None.
     """
 
     spec: Spec
     engines: tuple[str, ...]
     report: Path | None
-    disk: Path
 
 
 def parse(arguments: list[str]) -> Options:
@@ -86,9 +86,10 @@ def _checked(given: argparse.Namespace) -> Options:
     threads = _number("--threads", given.threads, 1, 1, 1024)
     _check_device(given.device)
     report = _report(given.json)
-    storage = _storage(given.storage, _COPIES_KEPT * size)
-    spec = Spec(size, tensors, threads, given.device, pairs, every, given.quick, storage)
-    return Options(spec, engines, report, _default_disk())
+    storage = _storage(given.storage, size, pairs)
+    disk = str(_default_disk())
+    spec = Spec(size, tensors, threads, given.device, pairs, every, given.quick, storage, disk)
+    return Options(spec, engines, report)
 
 
 def _number(option: str, text: str | None, default: int, least: int, most: int) -> int:
@@ -132,7 +133,7 @@ def _report(text: str | None) -> Path | None:
     return path
 
 
-def _storage(text: str | None, needed: int) -> str:
+def _storage(text: str | None, size: int, pairs: int) -> str:
     bucket = None if text is None or Path(text).is_dir() else _bucket(text)
     if bucket is None:
         path = _default_disk() if text is None else Path(text).absolute()
@@ -140,8 +141,8 @@ def _storage(text: str | None, needed: int) -> str:
             raise ValueError(f"--storage: {text} is no folder that can be written")
     else:
         path = _default_disk()
-        needed *= 2 if bucket == LOCAL else 1
-    _check_free(path, needed)
+    kept = _COPIES_KEPT if bucket != LOCAL else pairs + _OTHER_SAVES
+    _check_free(path, kept * size)
     return bucket or str(path)
 
 

@@ -49,10 +49,12 @@ def tidy(engine: Engine, step: int, folder: Place) -> float:
 def write_back(folder: Place) -> None:
     """Return when the file system of `folder` holds all that was written to it. Raises OSError.
 
-    A bucket holds it already.
+    A bucket holds it already, but a store on this machine may not have written it back.
     """
     if isinstance(folder, Prefix):
-        return
+        if folder.disk is None:
+            return
+        folder = folder.disk
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         library = ctypes.CDLL(None, use_errno=True)

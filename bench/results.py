@@ -34,6 +34,7 @@ FIGURES = (
 )
 # A null interval within this share of the reference's overhead: else ratios to it mean nothing.
 _NULL_WITHIN = 0.02
+_PLACES = ("folder", "disk", "store_disk")
 _SAMPLES = ("memcpy_s", "write_s", "read_s", "read_beside_s", "step_s")
 
 
@@ -72,7 +73,7 @@ def summarize(
         "problems": problems,
         "quick": spec.quick,
         "storage": "bucket" if in_bucket(spec.folder) else "folder",
-        "spec": {name: value for name, value in asdict(spec).items() if name != "folder"},
+        "spec": {name: value for name, value in asdict(spec).items() if name not in _PLACES},
         "machine": {
             "cpus": cpus,
             "kernel": platform.release(),

@@ -28,7 +28,8 @@ _FEWEST_LAYERS = 4
 class Spec:
     """Sizes in bytes. `batch` and `window` (steps) are 0 until the limits have been measured.
 
-    windows_only: what the paired windows tell is enough.
+    windows_only: what the paired windows tell is enough. disk: a folder on this machine, for what a run in a
+    bucket needs there. store_disk: where the bucket's data are, if it is this machine's.
     """
 
     size: int
@@ -39,6 +40,8 @@ class Spec:
     every: tuple[int, ...]
     quick: bool
     folder: str
+    disk: str = ""
+    store_disk: str = ""
     batch: int = 0
     window: int = 0
     windows_only: bool = False

@@ -99,10 +99,8 @@ def _of_bucket(
     folder_s = _held(folder) if folder.get("status") == "ok" else None
     return [
         judged.speed("upload", _of(beside, UPLOAD, "durable_s"), put_s, "the raw PUT's", 0.9),
-        judged.speed("durable, read back", durable_s, both_s, "raw PUT and GET's", 0.9),
-        judged.speed(
-            "durable, read back", durable_s, _of(engines, REFERENCE, "durable_s"), "dcp.save's", 2.0
-        ),
+        judged.speed("durable", durable_s, both_s, "raw PUT and GET's", 0.9),
+        judged.speed("durable", durable_s, _of(engines, REFERENCE, "durable_s"), "dcp.save's", 2.0),
         judged.speed("verified restore", restore_s, limits["read_s"], "the raw GET's", 0.8),
         judged.times("stall + join", _held(own), folder_s, "the folder's", 1.5),
     ]

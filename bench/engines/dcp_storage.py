@@ -43,6 +43,8 @@ def remove(place: Place) -> None:
 
     storage, path = url_to_fs(place.uri, **_s3fs_options())
     storage.rm(path, recursive=True)
+    # Stores that keep objects in a file system go on listing the empty folder; others have no such object.
+    storage.rm_file(path)
 
 
 def way(place: Place) -> str:
