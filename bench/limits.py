@@ -11,7 +11,7 @@ from bench.copying import Copier
 from bench.disk import RawDisk, raw
 from bench.engines.null import Null
 from bench.loop import Loop
-from bench.places import Place
+from bench.places import Place, Prefix
 from bench.spec import Spec
 from bench.workload import Workload
 
@@ -58,6 +58,8 @@ def measure(spec: Spec, work: Workload, folder: Place) -> Limits:
     copier.close()
 
     disk = raw(folder / "raw", work.nbytes)
+    if isinstance(folder, Prefix):
+        _move(disk, "write", loop)  # a new store makes its files, and a client its connections, only now
     first_s = _move(disk, "write", loop)
     room = math.ceil(first_s / statistics.median(steps))
     window = spec.window or min(_LARGEST_WINDOW, max(_LEAST_WINDOW, room))
