@@ -9,14 +9,19 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from bench import children, plots, report, results
-from bench.engines import NULL, OWN
+from bench.children import Outcome
+from bench.engines import NULL, OWN, UPLOAD, unfit_for_buckets
 from bench.options import Options, parse
-from bench.spec import FAILING, LIMITS
+from bench.places import check, in_bucket
+from bench.spec import FAILING, FOLDER, LIMITS, Spec
+from ckpt.errors import StorageError
+from flows.object_server import ObjectServerError
 
 
 def main(arguments: list[str]) -> int:
@@ -24,8 +29,14 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with children.storage(Path(options.spec.folder)):
+        in_use = options.spec.disk if in_bucket(options.spec.folder) else options.spec.folder
+        with children.storage(Path(in_use)):
+            if options.spec.folder.startswith("s3://"):
+                check(options.spec.folder)
             return _measure(options)
+    except (StorageError, ObjectServerError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted: what was made is removed", file=sys.stderr)
         return 130
@@ -45,25 +56,41 @@ def _measure(options: Options) -> int:
     spec = spec.settled(found[0].figures["batch"], found[0].figures["window"])
     outcomes = {}
     failing = None
+    beside = {}
     for key in options.engines:
-        outcomes[key] = children.measure(key, spec, partial(progress, key))
+        unfit = unfit_for_buckets(key) if in_bucket(spec.folder) else None
+        if unfit is None:
+            outcomes[key] = children.measure(key, spec, partial(progress, key))
+        else:
+            outcomes[key] = Outcome("absent", unfit)
         if outcomes[key].status != "ok":
             progress(key, f"{outcomes[key].status}: {outcomes[key].reason}")
         elif key == OWN:
             failing = children.measure(FAILING, spec, partial(progress, FAILING))
+            if in_bucket(spec.folder):
+                beside = _beside(spec, progress)
     if not spec.quick:  # once more: what the machine allows, and its noise, may change within minutes
         again = replace(spec, windows_only=True)
         null = children.measure(NULL, again, partial(progress, f"{NULL} again"))
         outcomes[NULL] = results.joined(outcomes[NULL], null)
         found.append(children.measure(LIMITS, spec, partial(progress, f"{LIMITS} again")))
     limits = results.pooled([limit.figures for limit in found if limit.status == "ok"])
-    summary = results.summarize(spec, limits, outcomes, failing)
+    summary = results.summarize(spec, limits, outcomes, failing, beside)
     print(report.table(summary))
     if options.report is not None:
         options.report.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         drawn = plots.draw(summary, options.report)
         print("\n".join(f"written: {path}" for path in (options.report, *drawn)))
     return 0 if summary["valid"] else 1
+
+
+def _beside(spec: Spec, progress: Callable[[str, str], None]) -> dict[str, Outcome]:
+    """What the own engine's figures in a bucket are held against."""
+    brief = replace(spec, windows_only=True)
+    return {
+        UPLOAD: children.measure(UPLOAD, brief, partial(progress, UPLOAD)),
+        FOLDER: children.measure(OWN, replace(brief, folder=spec.disk), partial(progress, FOLDER)),
+    }
 
 
 if __name__ == "__main__":

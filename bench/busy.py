@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import quiet
 from bench.loop import Loop
+from bench.places import Place
 
 _COPIES = ("Memcpy", "Memset")
 
 
-def measure(loop: Loop, pairs: int, window: int, folder: Path) -> dict[str, list[float]]:
+def measure(loop: Loop, pairs: int, window: int, folder: Place) -> dict[str, list[float]]:
     """The shares, from 0 to 1, of `pairs` windows without ("control") and as many with a save ("save").
 
     Copies to and from the device are not counted: they are what a save adds. Raises what makes a save fail.

@@ -10,7 +10,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from bench import frequency, gil, limits, paired, quiet, restoring
 from bench.engines import ALWAYS, FLOOR, NULL, make
 from bench.engines.base import Absent, Engine
 from bench.loop import Loop
+from bench.places import Place, place_of
 from bench.spec import FAILING, LIMITS, Spec
 from bench.workload import Workload
 
@@ -29,7 +29,7 @@ Tell = Callable[..., None]
 def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
     """All figures of one engine, by phase. Raises Absent, or whatever the engine raises."""
     engine = make(key)
-    folder = Path(spec.folder)
+    folder = place_of(spec)
     tell(phase="prepare", title=engine.title, note=engine.note)
     loop = _begin(engine, spec)
 
@@ -81,13 +81,13 @@ def measure_engine(key: str, spec: Spec, tell: Tell) -> dict[str, Any]:
 
 def _begin(engine: Engine, spec: Spec) -> Loop:
     work = Workload(spec.size, spec.tensors, spec.device)
-    engine.prepare(work, Path(spec.folder))
+    engine.prepare(work, place_of(spec))
     loop = Loop(work, engine, spec.batch)
     loop.run(spec.window)
     return loop
 
 
-def _restore(loop: Loop, engine: Engine, spec: Spec, folder: Path) -> dict[str, Any]:
+def _restore(loop: Loop, engine: Engine, spec: Spec, folder: Place) -> dict[str, Any]:
     # The state moves in the optimizer's step only: what is there before it is what is saved.
     engine.save(loop.step)
     saved = loop.work.digests()
@@ -119,7 +119,7 @@ def measure_limits(spec: Spec, tell: Tell) -> dict[str, Any]:
     """What the hardware allows."""
     tell(phase="measure again" if spec.window else "calibrate and measure")
     work = Workload(spec.size, spec.tensors, spec.device)
-    return limits.measure(spec, work, Path(spec.folder)).plain()
+    return limits.measure(spec, work, place_of(spec)).plain()
 
 
 def main(job: str, spec: Spec, fd: int) -> int:

@@ -12,11 +12,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.memory import MARK, end_marked, marked, pss
+from bench.places import temporary
 from bench.spec import ENVIRONMENT_OF, Spec
 
 _SAMPLE_S = 0.1
@@ -38,12 +39,12 @@ class Outcome:
 
 
 def measure(job: str, spec: Spec, progress: Callable[[str], None]) -> Outcome:
-    """Run `python -m bench.child JOB` on a folder of its own, which is gone afterwards.
+    """Run `python -m bench.child JOB` on a folder or prefix of its own, which is gone afterwards.
 
     `progress` gets a line per phase. Whatever ends this, no process that the job started is left.
     """
     mark = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix=f"bench-{job}-", dir=spec.folder) as folder:
+    with temporary(spec, job) as given:
         told, tells = os.pipe()
         with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as errors:
             try:
@@ -53,7 +54,7 @@ def measure(job: str, spec: Spec, progress: Callable[[str], None]) -> Outcome:
                         "-m",
                         "bench.child",
                         job,
-                        replace(spec, folder=folder).to_json(),
+                        given.to_json(),
                         str(tells),
                     ],
                     pass_fds=[tells],

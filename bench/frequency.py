@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from bench import quiet
 from bench.loop import Loop
+from bench.places import Place
 
 _FEWEST_SAVES, _FEWEST_STEPS = 3, 20
 
 
-def lost_share(loop: Loop, every: int, steps: int, folder: Path) -> float:
+def lost_share(loop: Loop, every: int, steps: int, folder: Place) -> float:
     """The share of training time lost (0.1: a tenth more is needed) with a save every `every` steps.
 
     One save is in flight at a time: a save that is due earlier holds training up until the one before is

@@ -27,6 +27,7 @@ from pathlib import Path
 from bench import quiet
 from bench.engines.base import WAIT_S
 from bench.loop import Loop
+from bench.places import Place
 
 # Long enough for a thread that waits for the lock to wake up and get it, as in a step of training.
 TURN_S = 200e-6
@@ -117,7 +118,7 @@ def held_s(waits: list[float], waking_s: float) -> float:
     return sum(TURN_S + max(0.0, wait - waking_s) for wait in waits)
 
 
-def measure(loop: Loop, saves: int, folder: Path) -> list[float]:
+def measure(loop: Loop, saves: int, folder: Place) -> list[float]:
     """Seconds per save, from the call's return until it is durable, less what is held without a save.
 
     No training runs meanwhile. Raises what makes a save fail, TimeoutError if it is not durable in time.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.copying import Copier
-from bench.disk import RawDisk
+from bench.disk import RawDisk, raw
 from bench.engines.null import Null
 from bench.loop import Loop
+from bench.places import Place, Prefix
 from bench.spec import Spec
 from bench.workload import Workload
 
@@ -42,7 +42,7 @@ class Limits:
         return asdict(self)
 
 
-def measure(spec: Spec, work: Workload, folder: Path) -> Limits:
+def measure(spec: Spec, work: Workload, folder: Place) -> Limits:
     """Measure the limits beside the training step, which is calibrated first where `spec` says nothing.
 
     Between two transfers lies a window of training, as between two saves: a disk that may be fast for a
@@ -57,7 +57,9 @@ def measure(spec: Spec, work: Workload, folder: Path) -> Limits:
     copies = [_copy(copier, beside=loop) for _ in range(spec.raw_repeats)]
     copier.close()
 
-    disk = RawDisk(folder / "raw", work.nbytes)
+    disk = raw(folder / "raw", work.nbytes)
+    if isinstance(folder, Prefix):
+        _move(disk, "write", loop)  # a new store makes its files, and a client its connections, only now
     first_s = _move(disk, "write", loop)
     room = math.ceil(first_s / statistics.median(steps))
     window = spec.window or min(_LARGEST_WINDOW, max(_LEAST_WINDOW, room))

@@ -9,18 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engines import ALWAYS, KEYS
+from bench.places import LOCAL
 from bench.spec import Spec, default_tensors, layer_width
+from ckpt.errors import StorageError
+from ckpt.stores import addresses
+from ckpt.stores.options import S3Options
 from flows.project import project_dir
 
 MB = 10**6
 _FEWEST_PAIRS, _FEWEST_QUICK = 24, 2
 _LARGEST_MB = 10**6
 _COPIES_KEPT = 3  # the newest, the one being written, and the one being deleted
+_OTHER_SAVES = 24  # beside the pairs: a store on this machine frees what was deleted only minutes later
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. `spec.folder` is the storage; each measured process gets a folder of its own there.
+    """What was asked for. `spec.folder` is the storage, maybe `bench.places.LOCAL`; each measured process
+    gets a folder or prefix of its own there.
 
     report: where the JSON goes, or None.
     """
@@ -59,7 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", default="1", metavar="N", help="threads that train (default 1)")
     add("--pairs", metavar="N", help="saves between two controls each (default 24, the fewest; quick: 6)")
     add("--every", default="", metavar="1,2,5", help="also: training time lost with a save every N steps")
-    add("--storage", metavar="FOLDER", help="an existing folder on the disk to measure (default: runs/bench)")
+    add(
+        "--storage",
+        metavar="PLACE",
+        help="an existing folder on the disk to measure (default: runs/bench), s3://BUCKET/PREFIX, or "
+        f"{LOCAL} for an object store that is started for the run",
+    )
     return parser
 
 
@@ -75,8 +86,9 @@ def _checked(given: argparse.Namespace) -> Options:
     threads = _number("--threads", given.threads, 1, 1, 1024)
     _check_device(given.device)
     report = _report(given.json)
-    storage = _storage(given.storage, _COPIES_KEPT * size)
-    spec = Spec(size, tensors, threads, given.device, pairs, every, given.quick, str(storage))
+    storage = _storage(given.storage, size, pairs)
+    disk = str(_default_disk())
+    spec = Spec(size, tensors, threads, given.device, pairs, every, given.quick, storage, disk)
     return Options(spec, engines, report)
 
 
@@ -121,14 +133,43 @@ def _report(text: str | None) -> Path | None:
     return path
 
 
-def _storage(text: str | None, needed: int) -> Path:
-    path = project_dir() / "runs" / "bench" if text is None else Path(text).absolute()
-    if text is not None and not (path.is_dir() and os.access(path, os.W_OK)):
-        raise ValueError(f"--storage: {text} is no folder that can be written")
+def _storage(text: str | None, size: int, pairs: int) -> str:
+    bucket = None if text is None or Path(text).is_dir() else _bucket(text)
+    if bucket is None:
+        path = _default_disk() if text is None else Path(text).absolute()
+        if text is not None and not (path.is_dir() and os.access(path, os.W_OK)):
+            raise ValueError(f"--storage: {text} is no folder that can be written")
+    else:
+        path = _default_disk()
+    kept = _COPIES_KEPT if bucket != LOCAL else pairs + _OTHER_SAVES
+    _check_free(path, kept * size)
+    return bucket or str(path)
+
+
+def _bucket(text: str) -> str | None:
+    """The canonical address if it is one in a bucket, or LOCAL. Raises ValueError for what looks like one."""
+    if text == LOCAL:
+        return text
+    try:
+        place = addresses.parse(text)
+        if isinstance(place, addresses.Remote):
+            raise ValueError(f"--storage: {text} can't be measured: give a folder or s3://BUCKET/PREFIX")
+        if isinstance(place, addresses.Folder):
+            return None
+        S3Options.from_environment()
+    except StorageError as error:
+        raise ValueError(f"--storage: {error}") from None
+    return place.uri
+
+
+def _default_disk() -> Path:
+    return project_dir() / "runs" / "bench"
+
+
+def _check_free(path: Path, needed: int) -> None:
     there = next(place for place in (path, *path.parents) if place.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
             f"{there} has {free // MB} MB free, this takes {needed // MB}: see --storage, --size"
         )
-    return path

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench import quiet
 from bench.intervals import bootstrap, paired_overheads
 from bench.loop import Loop
+from bench.places import Place
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Costs:
         return {**asdict(self), "interval": asdict(bootstrap(self.overhead_s))}
 
 
-def measure(loop: Loop, pairs: int, window: int, folder: Path) -> Costs:
+def measure(loop: Loop, pairs: int, window: int, folder: Place) -> Costs:
     """Train `2 * pairs + 1` windows of `window` steps, saving once at the start of every other one.
 
     After each save, training goes on unmeasured until nothing of it is going on any more.

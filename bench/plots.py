@@ -13,7 +13,8 @@ def draw(results: dict[str, Any], beside: Path) -> list[Path]:
     except ImportError:
         return []
     engines = [figures for figures in results["engines"].values() if figures["status"] == "ok"]
-    drawn = [_costs(Figure(figsize=(9, 4.5), layout="constrained"), engines, results["limits"])]
+    limit = "raw PUT" if results["storage"] == "bucket" else "raw write + fsync"
+    drawn = [_costs(Figure(figsize=(9, 4.5), layout="constrained"), engines, results["limits"], limit)]
     if any(figures["lost_share"] for figures in engines):
         drawn.append(_frequency(Figure(figsize=(7, 4.5), layout="constrained"), engines))
     written = []
@@ -24,7 +25,7 @@ def draw(results: dict[str, Any], beside: Path) -> list[Path]:
     return written
 
 
-def _costs(figure: Any, engines: list[dict[str, Any]], limits: dict[str, Any]) -> Any:
+def _costs(figure: Any, engines: list[dict[str, Any]], limits: dict[str, Any], limit: str) -> Any:
     titles = [figures["title"] for figures in engines]
     left, right = figure.subplots(1, 2, sharey=True)
     medians = [figures["overhead_s"] for figures in engines]
@@ -35,7 +36,7 @@ def _costs(figure: Any, engines: list[dict[str, Any]], limits: dict[str, Any]) -
     left.set(xlabel="overhead of one save (s)\nmedian and 90 % interval", ylabel="engine")
     left.invert_yaxis()
     right.barh(titles, [figures["durable_s"] for figures in engines], color="tab:green")
-    right.axvline(limits["write_s"], color="black", linestyle="--", label="raw write + fsync")
+    right.axvline(limits["write_s"], color="black", linestyle="--", label=limit)
     right.set(xlabel="time until durable (s)\nmedian")
     right.legend()
     return figure

@@ -6,13 +6,13 @@ import ctypes
 import os
 import threading
 import time
-from pathlib import Path
 
 from bench.engines.base import Engine
 from bench.loop import Loop
+from bench.places import Place, Prefix
 
 
-def settle(loop: Loop, folder: Path) -> float:
+def settle(loop: Loop, folder: Place) -> float:
     """Train unmeasured, one step at least, until nothing of the last save is going on any more.
 
     The save has to be durable. Returns the seconds for which the machine still wrote back what the engine had
@@ -36,7 +36,7 @@ def settle(loop: Loop, folder: Path) -> float:
     return found[0]
 
 
-def tidy(engine: Engine, step: int, folder: Path) -> float:
+def tidy(engine: Engine, step: int, folder: Place) -> float:
     """Write back what a durable save left in memory, and then delete the save; the seconds of the first."""
     start = time.monotonic()
     write_back(folder)
@@ -46,8 +46,15 @@ def tidy(engine: Engine, step: int, folder: Path) -> float:
     return seconds
 
 
-def write_back(folder: Path) -> None:
-    """Return when the file system of `folder` holds all that was written to it. Raises OSError."""
+def write_back(folder: Place) -> None:
+    """Return when the file system of `folder` holds all that was written to it. Raises OSError.
+
+    A bucket holds it already, but a store on this machine may not have written it back.
+    """
+    if isinstance(folder, Prefix):
+        if folder.disk is None:
+            return
+        folder = folder.disk
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         library = ctypes.CDLL(None, use_errno=True)

@@ -116,13 +116,13 @@ def _answer(asked: dict[str, Any], buffers: list[memoryview]) -> dict[str, Any]:
     return {"seconds": seconds, "direct": direct, "at": time.monotonic()}
 
 
-def serve(threads: int) -> None:
-    """Answer every line of standard input."""
-    buffers = block_buffers(threads)
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Say that all is ready, and answer every line of standard input."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line), buffers)), flush=True)
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    memory = block_buffers(int(sys.argv[1]))
+    serve(lambda asked: _answer(asked, memory))

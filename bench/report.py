@@ -28,6 +28,14 @@ restore: caches dropped; warm: not. memory: PSS above nothing saved.
 Below each figure its ratio to dcp.save (x) and to the raw limit (L: overhead of raw copy + write; write +
 fsync; read; state). What an engine leaves in memory for the machine to write back later is in no figure.
 """
+_BUCKET_LEGEND = """\
+stall, join: medians of what one save holds training up, at the call and before the optimizer's step.
+first: stall + join of the first save. overhead: all that training lost until durable, median (90 % interval).
+durable: until whole in the bucket. lock: for how long other threads held Python's interpreter lock.
+restore, warm: both with what the store has in its caches. memory: PSS above nothing saved.
+Below each figure its ratio to dcp.save by s3fs (x) and to the raw limit (L: overhead of raw copy + PUT; PUT;
+GET; state).
+"""
 # Less than this is the journal's own work, which the engines that fsync leave behind as well.
 _WRITTEN_BACK_S = 0.05
 
@@ -35,13 +43,16 @@ _WRITTEN_BACK_S = 0.05
 def table(results: dict[str, Any]) -> str:
     """The report for people, in lines of at most about 140 characters."""
     limits, engines = results["limits"], results["engines"]
+    bucket = results["storage"] == "bucket"
+    write, read = ("PUT", "GET") if bucket else ("write + fsync", "read")
     lines = [
         f"{limits['state_bytes'] / 1e6:.0f} MB of state in {results['spec']['tensors']} tensors, "
         f"{results['spec']['threads']} training thread(s) on {results['spec']['device']}, "
         f"{results['machine']['cpus']} processors, steps of {seconds(limits['step_s'])}, "
         f"{results['spec']['pairs']} pairs of {limits['window']} steps",
-        f"raw limits: copy {seconds(limits['memcpy_s'])}, write + fsync {seconds(limits['write_s'])}, "
-        f"read {seconds(limits['read_s'])}" + ("" if limits["direct"] else " (O_DIRECT is refused here)"),
+        f"raw limits: copy {seconds(limits['memcpy_s'])}, {write} {seconds(limits['write_s'])}, "
+        f"{read} {seconds(limits['read_s'])}"
+        + ("" if limits["direct"] or bucket else " (O_DIRECT is refused here)"),
         "",
     ]
     measured = {key: figures for key, figures in engines.items() if figures["status"] == "ok"}
@@ -49,7 +60,7 @@ def table(results: dict[str, Any]) -> str:
     for key, figures in measured.items():
         rows += _rows(key, figures)
     lines += ["  ".join(row).rstrip() for row in _aligned(rows)]
-    lines += ["", *_shares(measured), _LEGEND.rstrip()]
+    lines += ["", *_shares(measured), (_BUCKET_LEGEND if bucket else _LEGEND).rstrip()]
     for key, figures in engines.items():
         lines += _remarks(key, figures)
     if results["quick"]:

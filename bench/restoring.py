@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engines.base import Engine
+from bench.places import Place, Prefix
 from bench.workload import Workload
 
 
@@ -27,7 +28,7 @@ class Restored:
 
 
 def measure(
-    engine: Engine, step: int, saved: dict[str, str], target: Workload, folder: Path, repeats: int
+    engine: Engine, step: int, saved: dict[str, str], target: Workload, folder: Place, repeats: int
 ) -> Restored:
     """Restore `step` into `target` `repeats` times cold and as often warm, and compare each with `saved`.
 
@@ -50,8 +51,13 @@ def measure(
     return Restored(cold, warm, sorted(different))
 
 
-def drop_caches(folder: Path) -> None:
-    """Write all files below `folder` back and drop their pages from memory. Files may vanish meanwhile."""
+def drop_caches(folder: Place) -> None:
+    """Write all files below `folder` back and drop their pages from memory. Files may vanish meanwhile.
+
+    A bucket's caches are its own.
+    """
+    if isinstance(folder, Prefix):
+        return
     for place, _, names in os.walk(folder):  # unlike rglob, goes on where a folder has just been pruned
         for name in names:
             with suppress(FileNotFoundError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import chain
@@ -15,6 +16,7 @@ from bench.children import Outcome
 from bench.engines import FLOOR, NULL, OWN, REFERENCE
 from bench.intervals import Interval, bootstrap
 from bench.memory import flat
+from bench.places import in_bucket
 from bench.spec import Spec
 
 FIGURES = (
@@ -32,15 +34,21 @@ FIGURES = (
 )
 # A null interval within this share of the reference's overhead: else ratios to it mean nothing.
 _NULL_WITHIN = 0.02
+_PLACES = ("folder", "disk", "store_disk")
 _SAMPLES = ("memcpy_s", "write_s", "read_s", "read_beside_s", "step_s")
 
 
 def summarize(
-    spec: Spec, limits: dict[str, Any], outcomes: dict[str, Outcome], failing: Outcome | None = None
+    spec: Spec,
+    limits: dict[str, Any],
+    outcomes: dict[str, Outcome],
+    failing: Outcome | None = None,
+    beside: Mapping[str, Outcome] | None = None,
 ) -> dict[str, Any]:
     """The whole report as JSON, in seconds and bytes; `problems` say why it is not `valid`, if it isn't.
 
-    limits: as `pooled`. failing: the own engine while every save fails.
+    limits: as `pooled`. failing: the own engine while every save fails. beside: what was measured for the
+    verdict on a bucket only, by job.
     """
     null = outcomes[NULL]
     engines = {key: _figures(outcome, null, limits) for key, outcome in outcomes.items()}
@@ -53,13 +61,19 @@ def summarize(
     problems = _problems(engines, spec.quick)
     if failing is not None and failing.status != "ok":
         problems.append(f"{OWN} with every save failing: {failing.reason}")
+    aside = {}
+    for job, outcome in (beside or {}).items():
+        aside[job] = _figures(outcome, null, limits)
+        if outcome.status != "ok":
+            problems.append(f"{OWN}, {job}: {outcome.reason}")
     cpus = len(os.sched_getaffinity(0))
     return {
         "format": 2,
         "valid": not problems,
         "problems": problems,
         "quick": spec.quick,
-        "spec": {name: value for name, value in asdict(spec).items() if name != "folder"},
+        "storage": "bucket" if in_bucket(spec.folder) else "folder",
+        "spec": {name: value for name, value in asdict(spec).items() if name not in _PLACES},
         "machine": {
             "cpus": cpus,
             "kernel": platform.release(),
@@ -68,7 +82,8 @@ def summarize(
         },
         "limits": limits,
         "engines": engines,
-        "verdict": [asdict(target) for target in verdict.judge(engines, limits, spec, cpus)],
+        "beside": aside,
+        "verdict": [asdict(target) for target in verdict.judge(engines, limits, spec, cpus, aside)],
     }
 
 

@@ -12,8 +12,10 @@ WRITE_THREADS = 2
 READ_THREADS = 4
 # The jobs that are no engine: the raw limits, and the own engine while every save fails.
 LIMITS, FAILING = "limits", "failing"
-# What such a job finds in its environment: as if the disk were full whenever a shard is written.
-_FULL = {"match": "writer:pwrite:", "do": "raise", "errno": errno.ENOSPC}
+# The own engine in a folder, beside what is measured in a bucket.
+FOLDER = "folder"
+# What such a job finds in its environment: as if the disk or bucket were full whenever a shard is written.
+_FULL = {"match": "writer:(pwrite|upload):", "do": "raise", "errno": errno.ENOSPC}
 ENVIRONMENT_OF = {FAILING: {"CKPT_FAULTS": json.dumps([_FULL])}}
 
 _BYTES = 4
@@ -26,7 +28,8 @@ _FEWEST_LAYERS = 4
 class Spec:
     """Sizes in bytes. `batch` and `window` (steps) are 0 until the limits have been measured.
 
-    windows_only: what the paired windows tell is enough.
+    windows_only: what the paired windows tell is enough. disk: a folder on this machine, for what a run in a
+    bucket needs there. store_disk: where the bucket's data are, if it is this machine's.
     """
 
     size: int
@@ -37,6 +40,8 @@ class Spec:
     every: tuple[int, ...]
     quick: bool
     folder: str
+    disk: str = ""
+    store_disk: str = ""
     batch: int = 0
     window: int = 0
     windows_only: bool = False

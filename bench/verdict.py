@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.engines import OWN, PEERS, REFERENCE
-from bench.spec import Spec
+from bench.engines import OWN, PEERS, REFERENCE, UPLOAD
+from bench.places import in_bucket
+from bench.spec import FOLDER, Spec
 from bench.words import seconds
 
 Engines = dict[str, dict[str, Any]]
@@ -26,10 +27,12 @@ class Target:
     met: bool | None
 
 
-def judge(engines: Engines, limits: dict[str, Any], spec: Spec, cpus: int) -> list[Target]:
+def judge(
+    engines: Engines, limits: dict[str, Any], spec: Spec, cpus: int, beside: Engines | None = None
+) -> list[Target]:
     """All targets, from the figures of one run; none if the own engine has no figures.
 
-    `cpus`: how many processors there are for training and all else.
+    `cpus`: how many processors there are for training and all else. `beside`: as in `bench.results`.
     """
     own = engines.get(OWN, {})
     if own.get("status") != "ok":
@@ -50,16 +53,12 @@ def judge(engines: Engines, limits: dict[str, Any], spec: Spec, cpus: int) -> li
             15 if spare else 4,
         ),
         judged.peers("overhead", lambda figures: figures["overhead_s"]),
-        judged.times("durable", own["durable_s"], limits["write_s"], "the raw write", 1.15 if alone else 1.3),
     ]
-    if alone:
-        durable = _of(engines, REFERENCE, "durable_s")
-        targets.append(judged.times("durable", own["durable_s"], durable, "dcp.save's", 1.0))
+    if in_bucket(spec.folder):
+        targets += _of_bucket(judged, own, engines, limits, beside or {})
+    else:
+        targets += _of_folder(judged, own, engines, limits, alone)
     targets += [
-        judged.times("verified restore", own["restore_s"], limits["read_s"], "the raw read", 1.3),
-        judged.times(
-            "verified restore", own["restore_s"], _of(engines, REFERENCE, "restore_s"), "dcp.load", 0.6
-        ),
         judged.peers("verified restore", lambda figures: figures["restore_s"]),
         judged.times("memory", memory, limits["state_bytes"], "the state", 1.2),
         judged.flat("memory over the saves", own["memory_flat"]),
@@ -69,6 +68,42 @@ def judge(engines: Engines, limits: dict[str, Any], spec: Spec, cpus: int) -> li
         targets.append(judged.at_most("stall + join, many tensors", held, 10e-3))
         targets.append(judged.at_most("interpreter lock held, many tensors", own["gil_s"], 0.15))
     return targets
+
+
+def _of_folder(
+    judged: _Judge, own: dict[str, Any], engines: Engines, limits: dict[str, Any], alone: bool
+) -> list[Target]:
+    """Against the disk. `alone`: one thread trains."""
+    targets = [
+        judged.times("durable", own["durable_s"], limits["write_s"], "the raw write", 1.15 if alone else 1.3)
+    ]
+    if alone:
+        durable = _of(engines, REFERENCE, "durable_s")
+        targets.append(judged.times("durable", own["durable_s"], durable, "dcp.save's", 1.0))
+    return [
+        *targets,
+        judged.times("verified restore", own["restore_s"], limits["read_s"], "the raw read", 1.3),
+        judged.times(
+            "verified restore", own["restore_s"], _of(engines, REFERENCE, "restore_s"), "dcp.load", 0.6
+        ),
+    ]
+
+
+def _of_bucket(
+    judged: _Judge, own: dict[str, Any], engines: Engines, limits: dict[str, Any], beside: Engines
+) -> list[Target]:
+    """Against the object store, and against a folder of this machine."""
+    put_s, both_s = limits["write_s"], limits["write_s"] + limits["read_beside_s"]
+    durable_s, restore_s = own["durable_s"], own["restore_s"]
+    folder = beside.get(FOLDER, {})
+    folder_s = _held(folder) if folder.get("status") == "ok" else None
+    return [
+        judged.speed("upload", _of(beside, UPLOAD, "durable_s"), put_s, "the raw PUT's", 0.9),
+        judged.speed("durable", durable_s, both_s, "raw PUT and GET's", 0.9),
+        judged.speed("durable", durable_s, _of(engines, REFERENCE, "durable_s"), "dcp.save's", 2.0),
+        judged.speed("verified restore", restore_s, limits["read_s"], "the raw GET's", 0.8),
+        judged.times("stall + join", _held(own), folder_s, "the folder's", 1.5),
+    ]
 
 
 def lines(verdict: list[dict[str, Any]]) -> list[str]:
@@ -102,6 +137,13 @@ class _Judge:
             return Target(name, _NOT_MEASURED, asked, None)
         ratio = value / unit
         return Target(name, f"{ratio:.3g} x {of}", asked, ratio < 1 if most == 1 else ratio <= most)
+
+    def speed(self, name: str, value: float | None, unit: float | None, of: str, least: float) -> Target:
+        """At least so many times as fast as what takes `unit` seconds."""
+        asked = f"{least:g} x {of} speed"
+        if not value or not unit or min(value, unit) < 0:
+            return Target(name, _NOT_MEASURED, asked, None)
+        return Target(name, f"{unit / value:.3g} x {of} speed", asked, unit / value >= least)
 
     def at_most(self, name: str, value: float | None, most: float) -> Target:
         """At most so many seconds."""

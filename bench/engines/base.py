@@ -6,8 +6,9 @@ import shutil
 import time
 from abc import abstractmethod
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from bench.places import Place
 
 if TYPE_CHECKING:
     from bench.workload import Workload
@@ -28,7 +29,7 @@ class Engine(Protocol):
     title: str
     note: str
 
-    def prepare(self, work: Workload, folder: Path) -> None:
+    def prepare(self, work: Workload, folder: Place) -> None:
         """Get ready to save `work` into `folder`, an empty one; what a user does before training."""
 
     def before_step(self) -> None:
@@ -64,13 +65,13 @@ class Peer(Engine):
 
     note = ""
 
-    def prepare(self, work: Workload, folder: Path) -> None:
+    def prepare(self, work: Workload, folder: Place) -> None:
         """Remember where and what."""
         self.work = work
         self.folder = folder
         self.finished: float | None = None
 
-    def place(self, step: int) -> Path:
+    def place(self, step: int) -> Place:
         """The folder of one save."""
         return self.folder / f"step-{step}"
 
@@ -91,7 +92,7 @@ class Peer(Engine):
 
     def discard(self, step: int) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.place(step), ignore_errors=True)
+        shutil.rmtree(str(self.place(step)), ignore_errors=True)
 
     def keep_newest(self) -> None:
         """It never deletes anything by itself."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from bench.engines import dcp_storage
 from bench.engines.base import WAIT_S, InFuture
+from bench.places import Place
 from bench.workload import Workload
 
 
@@ -22,18 +23,19 @@ class Thread(InFuture):
     _stager: DefaultStager | None = None
     _staging: Future[None] | None = None
 
-    def prepare(self, work: Workload, folder: Path) -> None:
+    def prepare(self, work: Workload, folder: Place) -> None:
         """Make a process group of one, which a writer process asks for."""
         super().prepare(work, folder)
+        self.title += dcp_storage.way(folder)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def save(self, step: int) -> None:
         """Begin a save."""
         answer = dcp.async_save(
             self.work.tensors(),
-            checkpoint_id=self.place(step),
             async_checkpointer_type=self.kind,
             async_stager=self._stager,
+            **dcp_storage.saving(self.place(step)),
         )
         if isinstance(answer, AsyncSaveResponse):
             self._staging = answer.staging_completion
@@ -49,7 +51,11 @@ class Thread(InFuture):
 
     def load(self, step: int, target: Workload) -> None:
         """Load in place."""
-        dcp.load(dict(target.tensors()), checkpoint_id=self.place(step), no_dist=True)
+        dcp_storage.load(self.place(step), target)
+
+    def discard(self, step: int) -> None:
+        """Remove what was saved."""
+        dcp_storage.remove(self.place(step))
 
     def close(self) -> None:
         """Wait for the last save and end the group."""
@@ -65,7 +71,7 @@ class Staged(Thread):
     title = "dcp.async_save, DefaultStager"
     shared = False
 
-    def prepare(self, work: Workload, folder: Path) -> None:
+    def prepare(self, work: Workload, folder: Place) -> None:
         """Make the stager."""
         super().prepare(work, folder)
         cuda = work.device.type == "cuda"

@@ -6,7 +6,9 @@ import time
 
 import torch.distributed.checkpoint as dcp
 
+from bench.engines import dcp_storage
 from bench.engines.base import Peer
+from bench.places import Place
 from bench.workload import Workload
 
 
@@ -15,11 +17,20 @@ class DcpSave(Peer):
 
     title = "dcp.save"
 
+    def prepare(self, work: Workload, folder: Place) -> None:
+        """Remember where and what."""
+        super().prepare(work, folder)
+        self.title += dcp_storage.way(folder)
+
     def save(self, step: int) -> None:
         """Write the checkpoint."""
-        dcp.save(self.work.tensors(), checkpoint_id=self.place(step), no_dist=True)
+        dcp.save(self.work.tensors(), no_dist=True, **dcp_storage.saving(self.place(step)))
         self.finished = time.monotonic()
 
     def load(self, step: int, target: Workload) -> None:
         """Load in place."""
-        dcp.load(dict(target.tensors()), checkpoint_id=self.place(step), no_dist=True)
+        dcp_storage.load(self.place(step), target)
+
+    def discard(self, step: int) -> None:
+        """Remove what was saved."""
+        dcp_storage.remove(self.place(step))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import ckpt
 from bench.engines.base import WAIT_S, Engine
+from bench.places import Place, Prefix
 from bench.spec import READ_THREADS, WRITE_THREADS
 from bench.workload import Workload
 from ckpt import retention
@@ -16,7 +16,7 @@ from ckpt.policies import Now
 from ckpt.restore import restore_into
 from flows.project import project_name
 
-_POLL_S = 0.01
+_POLL_S, _POLL_BUCKET_S = 0.01, 0.1
 
 
 class _Asked:
@@ -45,14 +45,19 @@ class OwnEngine(Engine):
 
     title = project_name()
     note = "fsyncs, digests, restores verified"
+    confirm = "digest"
 
     def __init__(self, max_failed_saves: int = 3) -> None:
         """`max_failed_saves`: how many in a row are taken before training is ended."""
         self._max_failed_saves = max_failed_saves
 
-    def prepare(self, work: Workload, folder: Path) -> None:
+    def prepare(self, work: Workload, folder: Place) -> None:
         """Begin a run and its writer process."""
         self._uri = str(folder / "run")
+        self._poll_s = _POLL_S
+        if isinstance(folder, Prefix):
+            self.note = "digests, reads back what it wrote, restores verified"
+            self._poll_s = _POLL_BUCKET_S
         self._policy = _Asked()
         self._keep = _Keep()
         self._said: list[str] = []
@@ -64,6 +69,7 @@ class OwnEngine(Engine):
             keep=self._keep,
             max_failed_saves=self._max_failed_saves,
             threads=WRITE_THREADS,
+            confirm=self.confirm,
             say=self._said.append,
         )
 
@@ -118,7 +124,7 @@ class OwnEngine(Engine):
         while sum(entry.name.startswith("step-") for entry in run.store.list()) > 1:
             if time.monotonic() > late:
                 raise TimeoutError(f"older checkpoints were not deleted; the last words: {self._said[-1:]}")
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
 
     def keep_newest(self) -> None:
         """From the next commit on, the manager prunes."""
@@ -132,3 +138,9 @@ class OwnEngine(Engine):
     def close(self) -> None:
         """End the writer process."""
         self._manager.close(save=False, timeout=WAIT_S)
+
+
+class Unconfirmed(OwnEngine):
+    """The same without reading back what it wrote to a bucket: how fast the upload alone is."""
+
+    confirm = "size"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from bench.copying import Copier
-from bench.disk import RawDisk
+from bench.disk import raw
 from bench.engines.base import Engine
+from bench.places import Place, Prefix
 from bench.workload import Workload
 
 
@@ -16,10 +15,12 @@ class Floor(Engine):
     title = "raw copy + write, no checkpoint"
     note = ""
 
-    def prepare(self, work: Workload, folder: Path) -> None:
+    def prepare(self, work: Workload, folder: Place) -> None:
         """Make the memory to copy into and start the helper."""
+        if isinstance(folder, Prefix):
+            self.title = "raw copy + PUT, no checkpoint"
         self._copier = Copier(work)
-        self._disk = RawDisk(folder / "raw", work.nbytes)
+        self._disk = raw(folder / "raw", work.nbytes)
 
     def before_step(self) -> None:
         """Return when the state is copied."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from bench.engines.base import Absent, InFuture
+from bench.places import Place
 from bench.workload import Workload
 
 try:
@@ -22,7 +22,7 @@ class TorchCheckpointing(InFuture):
     note = "does not fsync: durable is when it says so"
     _items = ("model", "optim")
 
-    def prepare(self, work: Workload, folder: Path) -> None:
+    def prepare(self, work: Workload, folder: Place) -> None:
         """Make the manager and its staging buffers."""
         super().prepare(work, folder)
         # Its O_DIRECT writes fail on ext4: the length of a file's end is no multiple of a block.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,7 @@ class TorchSave(Peer):
 
     def save(self, step: int) -> None:
         """Write the file."""
-        place = self.place(step)
+        place = Path(str(self.place(step)))
         place.mkdir()
         with (place / "state.pt").open("wb") as file:
             torch.save(self.work.tensors(), file)
@@ -33,7 +34,7 @@ class TorchSave(Peer):
 
     def load(self, step: int, target: Workload) -> None:
         """Read the file and copy into the live tensors."""
-        loaded = torch.load(self.place(step) / "state.pt", weights_only=True)
+        loaded = torch.load(Path(str(self.place(step)), "state.pt"), weights_only=True)
         with torch.no_grad():
             for name, tensor in target.tensors().items():
                 tensor.copy_(loaded[name])
