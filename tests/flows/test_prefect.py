@@ -208,6 +208,7 @@ def test_o1_sigterm_while_registering_ends_in_time_and_the_next_flow_catches_up(
     assert run.info.status == "FINISHED"
 
 
+@pytest.mark.long
 def test_l1_training_does_not_notice_that_mlflow_is_away(project):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: every connection is refused

@@ -20,6 +20,7 @@ print(json.dumps(model.predict(json.loads(sys.argv[3]))))
 """
 
 
+@pytest.mark.long
 def test_i3_odd_storage_paths_and_names_work_from_training_to_pruning(project):
     root = project.home / "a=b, [x] ü ~y"
     where = f"storage.root={root}"
@@ -116,6 +117,7 @@ def test_ctrl_c_twice_leaves_at_once(project, started):
     assert verified.code == 0, verified
 
 
+@pytest.mark.long
 def test_p1_a_second_trainer_is_refused_by_name_and_l5_signals_end_the_mlflow_run(project, started):
     training = started("train", *ENDLESS, "run=wren")
     training.expect(r"saved \d+", timeout=150)
@@ -153,6 +155,7 @@ def test_an_existing_run_is_refused_with_the_resume_command_and_a_finished_one_s
     assert "python -m flows.resume run=finch" in refused.err
 
 
+@pytest.mark.long
 def test_a_sweep_trains_one_run_for_each_value(project):
     swept = project.cli("train", "-m", *SMALL, "optim.lr=1e-3,3e-4", timeout=240)
     assert swept.code == 0, swept
