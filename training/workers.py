@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -141,6 +142,8 @@ def _run(pipe: Connection, make: Callable[[Task], Batch], trainer: int, close_fd
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
+        # What the trainer left to be collected may need its threads in order to end, which are not here.
+        gc.freeze()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != trainer:
             os._exit(0)  # it died before the line above took effect

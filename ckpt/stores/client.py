@@ -43,14 +43,17 @@ _ROLE_VARIABLES = (
 
 _clients: dict[tuple[object, ...], Client] = {}
 _clients_lock = threading.Lock()
+_parents: list[dict[tuple[object, ...], Client]] = []
 _used = False
 _forked = False
 
 
 def _note_fork() -> None:
-    global _forked, _clients_lock
+    global _forked, _clients, _clients_lock
     _forked = _forked or _used
-    _clients.clear()
+    # Kept for ever: to let go of a client takes locks, which a thread of the parent may have held.
+    _parents.append(_clients)
+    _clients = {}
     _clients_lock = threading.Lock()  # another thread may have held it
 
 

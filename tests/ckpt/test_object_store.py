@@ -242,3 +242,18 @@ def test_the_bucket_stands_in_the_host_name_where_that_is_asked_for(server, monk
     monkeypatch.setenv("CKPT_S3_ADDRESSING", "virtual")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.lab")
     assert open_store("s3://bucket/run").raw.config["endpoint"] == "https://bucket.s3.lab"
+
+
+def test_a_forked_process_lets_go_of_none_of_its_parents_clients(monkeypatch):
+    class Held:
+        parent = os.getpid()
+
+        def __del__(self) -> None:
+            if os.getpid() != self.parent:
+                os._exit(3)  # where a real client would wait for a lock of a thread that is not here
+
+    monkeypatch.setattr(client, "_clients", {("a bucket",): Held()})
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
