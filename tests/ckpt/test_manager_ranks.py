@@ -78,6 +78,7 @@ def _every_step_with_collectives(rank, folder):
     return copy_of(shared.state), m.stats.committed
 
 
+@pytest.mark.long
 def test_collectives_of_training_never_meet_those_of_saving(tmp_path, ranks):
     results = ranks.run(_every_step_with_collectives, str(tmp_path))
     assert steps(tmp_path) == [30, 29]

@@ -26,6 +26,7 @@ def local(project):
     return {path.name for path in (project.home / "runs").iterdir()}
 
 
+@pytest.mark.long
 def test_a_run_lives_in_a_bucket_from_training_to_its_champion_and_nothing_of_it_on_this_disk(
     project, bucket, proxy, s3_root
 ):

@@ -143,6 +143,7 @@ def test_p1_a_second_trainer_is_refused_by_name_and_l5_signals_end_the_mlflow_ru
     assert project.mlflow().get_run(run.info.run_id).info.status == "FAILED"
 
 
+@pytest.mark.long
 def test_an_existing_run_is_refused_with_the_resume_command_and_a_finished_one_says_so(project):
     assert project.cli("train", *SMALL, "run=finch").code == 0
     done = project.cli("train", *SMALL, "run=finch")
@@ -184,6 +185,7 @@ def test_the_composed_config_and_help_can_be_looked_at_without_training(empty_pr
     assert list(empty_project.home.iterdir()) == []
 
 
+@pytest.mark.long
 def test_damage_to_the_newest_checkpoint_is_named_and_the_one_before_taken(project):
     assert project.cli("train", *SMALL, "run=heron").code == 0
     newest, older = sorted(project.run_dir("heron").glob("step-*"), reverse=True)
