@@ -1,6 +1,5 @@
 """How a manager begins, ends, and survives what happens between a step and the next."""
 
-import json
 import math
 import shutil
 import sys
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import faults
 from ckpt.deciding import Decider
 from ckpt.errors import StateError, StorageError
 from ckpt.launches import list_launches
@@ -21,18 +19,6 @@ from ckpt.policies import All, Any, Continuous, EverySteps, KeepEvery, KeepLast,
 from ckpt.settling import Settler
 from ckpt.stats import Tally
 from tests.ckpt.managing import Toy, copy_of, manager, run_python, same, steps, stored, wait_until
-
-
-@pytest.fixture
-def faults_on(monkeypatch):
-    """Lets fault rules strike in this process and in the writers that it starts from now on."""
-
-    def turn_on(*rules):
-        text = json.dumps(rules)
-        monkeypatch.setenv(faults.VARIABLE, text)
-        monkeypatch.setattr(faults, "_rules", faults.parse(text))
-
-    return turn_on
 
 
 def end_of(m):

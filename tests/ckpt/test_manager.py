@@ -1,4 +1,3 @@
-import json
 import math
 import os
 import signal
@@ -9,23 +8,10 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt import faults
 from ckpt.errors import StateError, StorageError
 from ckpt.launches import list_launches
 from ckpt.policies import EverySteps, KeepBest, KeepLast
 from tests.ckpt.managing import Toy, copy_of, manager, run_python, same, steps, stored, wait_until
-
-
-@pytest.fixture
-def faults_on(monkeypatch):
-    """Lets fault rules strike in this process and in the writers that it starts from now on."""
-
-    def turn_on(*rules):
-        text = json.dumps(rules)
-        monkeypatch.setenv(faults.VARIABLE, text)
-        monkeypatch.setattr(faults, "_rules", faults.parse(text))
-
-    return turn_on
 
 
 class Never:
